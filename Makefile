@@ -1,0 +1,64 @@
+# make serve   a server with the demo model on 127.0.0.1:8000
+# make test    lint, types and all tests
+# make bench   the engine's benchmark
+#
+# Options: PYTHON=python3.12, TORCH_INDEX=<index of another torch build>, MODEL=<folder, hub id or .gguf>, ARGS="<more>"
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+DEMO_MODEL := models/SmolLM2-135M-Instruct
+MODEL ?= $(DEMO_MODEL)
+ARGS ?=
+
+BIN := .venv/bin
+# One stamp a torch build, so that asking for another one installs it.
+STAMP := .venv/.installed$(if $(TORCH_INDEX),-$(notdir $(patsubst %/,%,$(TORCH_INDEX))))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install model serve test lint bench clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+
+install: $(STAMP)
+
+# The stamp is the last thing written: an aborted install starts again.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, $(PYTHON) is {v}: make PYTHON=python3.12 ...")'
+	@rm -f .venv/.installed*
+	@echo "==> Virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+ifneq ($(TORCH_INDEX),)
+	@echo "==> PyTorch from $(TORCH_INDEX)"
+	@$(BIN)/python -m pip install --upgrade 'torch~=2.13.0' --index-url $(TORCH_INDEX)
+endif
+	@echo "==> Pilotfish and what it needs (some minutes the first time)"
+	@$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+	@echo "==> Installed"
+
+model: $(DEMO_MODEL)/config.json
+
+$(DEMO_MODEL)/config.json: scripts/demo_model.py | $(STAMP)
+	@$(BIN)/python scripts/demo_model.py models
+
+serve: $(STAMP) $(if $(filter $(DEMO_MODEL),$(MODEL)),$(DEMO_MODEL)/config.json)
+	@exec $(BIN)/llm-serve --model $(MODEL) $(ARGS)
+
+test: lint model
+	@echo "==> Tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@echo "==> Lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "==> Types"
+	@$(BIN)/mypy
+
+bench: $(STAMP) $(DEMO_MODEL)/config.json
+	@$(BIN)/python -m benchmarks.bench_engine --model $(MODEL) $(ARGS)
+
+clean:
+	rm -rf .venv models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
