@@ -1,0 +1,168 @@
+"""The one place where an option has a name, a default and a check.
+
+Options come from explicit arguments (flags of `llm-serve`, `args` of a Serve config), then from environment variables
+`LLM_SERVING_<OPTION>`, then from the defaults here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "LLM_SERVING_"
+DUMMY_MODEL = "dummy"
+
+
+class ConfigError(ValueError):
+    """An option that can't be used; the message is one line and names it."""
+
+
+class ServingConfig(BaseSettings):
+    """Everything an operator can set. Unknown names are refused, with the nearest known one in the message."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=(), env_ignore_empty=True
+    )
+
+    model: str = Field(description="folder, .gguf file or hub id; 'dummy' is a tiny random model for trials")
+    tokenizer: str | None = Field(None, description="folder or hub id, when it isn't beside the model")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    served_model_name: str | None = Field(None, description="name clients use; default: the model's last path part")
+    model_aliases: list[str] = Field(default_factory=list, description="further names clients may use")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda|mps)(:\d+)?$", description="auto, cpu, cuda or mps")
+    attn_impl: str = Field("mha", description="attention backend, a name in the engine's registry")
+    generation_backend: Literal["batched", "eager"] = Field("batched", description="eager: one request at a time")
+
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens; default: the model's")
+    max_batch_size: int = Field(16, ge=1, le=4096, description="sequences in a step")
+    max_batched_tokens: int = Field(2048, ge=1, description="tokens in a step: decodes and prompt chunks together")
+    max_queued_requests: int = Field(256, ge=0, description="requests waiting at a replica before 429")
+    request_timeout: float = Field(600.0, gt=0, description="seconds from arrival to 504")
+    use_paged_attention: bool = Field(True, description="off: one page of max_model_len a sequence")
+    page_size: int | None = Field(None, ge=1, description="tokens in a KV page; default: the attention backend's")
+    num_pages: int | None = Field(None, ge=1, description="KV pages; default: max_batch_size whole contexts")
+    enable_prefix_cache: bool = True
+    depth: Literal[0, 1] = Field(1, description="steps launched ahead of the one being committed")
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
+    port: int = Field(8000, ge=1, le=65535)
+    api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="larger request bodies get 413")
+
+    num_replicas: int = Field(1, ge=1, le=1024, description="engines")
+    num_routers: int = Field(1, ge=1, le=1024, description="HTTP front processes")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of an engine; default: see resolve_threads")
+    omp_wait_policy: Literal["passive", "active"] = Field("passive", description="active: idle threads spin")
+    heartbeat_timeout: float = Field(5.0, gt=0, description="silent seconds before a replica's requests move away")
+    step_timeout: float = Field(120.0, gt=0, description="seconds without a step before a replica is unhealthy")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names_only(cls, data: Any) -> Any:
+        known = list(cls.model_fields)
+        if isinstance(data, Mapping):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise ConfigError(unknown_option(str(name), known))
+        for variable in os.environ:
+            if variable.upper().startswith(ENV_PREFIX) and variable[len(ENV_PREFIX) :].lower() not in cls.model_fields:
+                raise ConfigError(unknown_option(variable, [ENV_PREFIX + name.upper() for name in known]))
+        return data
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _empty_key_is_none(cls, key: SecretStr | None) -> SecretStr | None:
+        return key if key is not None and key.get_secret_value().strip() else None
+
+    @field_validator("model", "served_model_name", "tokenizer")
+    @classmethod
+    def _not_blank(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServingConfig:
+        if not self.use_paged_attention and self.page_size is not None:
+            raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
+        if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
+            raise ValueError("max_batch_size above 1 needs generation_backend batched: eager runs one request at a time")
+        return self
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ServingConfig:
+        """Explicit options over the environment. Raises ConfigError with one line that names the option."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+    def model_names(self) -> list[str]:
+        """Names a client may put into `model`, the first one being the one that answers carry."""
+        name = self.served_model_name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
+        return list(dict.fromkeys([name, *self.model_aliases]))
+
+    def check_files(self) -> None:
+        """Raises ConfigError if the model or the tokenizer is a path with nothing there (hub ids aren't looked up)."""
+        for option, value in (("model", self.model), ("tokenizer", self.tokenizer)):
+            if value is not None and looks_like_path(value) and not Path(value).expanduser().exists():
+                raise ConfigError(f"{option}: no such file or folder: {value}")
+
+    def resolve_threads(self, cores: int) -> int:
+        """Threads of one engine: those asked for, else a fair share of the cores with one left to the rest.
+
+        A parallel region waits for its slowest thread, so that a core shared with Router, proxy and clients costs more
+        than it gives.
+        """
+        return self.num_threads or max(1, cores // self.num_replicas - 1)
+
+
+def _one_line(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{where}: required (as an option or as {ENV_PREFIX}{where.upper()})"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """The message for an option nobody knows."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"unknown option {name}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def looks_like_path(value: str) -> bool:
+    """Whether a model name is a path rather than a hub id (`name` or `owner/name`)."""
+    return value.startswith(("/", ".", "~")) or value.endswith(".gguf") or value.count("/") > 1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`: 127.0.0.0/8, ::1 in any spelling, or localhost."""
+    host = host.strip().removeprefix("[").removesuffix("]")
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def check_bind(host: str, api_key: SecretStr | str | None) -> None:
+    """Raises ConfigError when `host` is reachable from elsewhere and there is no key."""
+    key = api_key.get_secret_value() if isinstance(api_key, SecretStr) else api_key
+    if not (key and key.strip()) and not is_loopback(host):
+        raise ConfigError(
+            f"host {host} is reachable from other machines and no api_key is set: "
+            f"set {ENV_PREFIX}API_KEY, or listen on 127.0.0.1"
+        )
