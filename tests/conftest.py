@@ -49,7 +49,7 @@ def smollm2_gguf(smollm2: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_reference() -> Callable[..., Any]:
-    """`tiny_reference("llama", num_key_value_heads=1, seed=3)`: a small random fp32 model made by transformers itself."""
+    """`tiny_reference("llama", num_key_value_heads=1, seed=3)`: a random fp32 model made by transformers."""
     import transformers
 
     classes = {
