@@ -50,7 +50,7 @@ def convert(source: Path, target: Path, work: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from engine.models.gguf import GGUFCheckpoint, export_tokenizer
+    from engine.models.gguf import GGUFCheckpoint, gguf_tokenizer
 
     checkpoint, folder = GGUFCheckpoint(source), work / "folder"
     folder.mkdir()
@@ -59,7 +59,7 @@ def convert(source: Path, target: Path, work: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # the library creates it for its owner alone
     say("Demo model: converting the tokenizer")
-    export_tokenizer(source, folder)
+    gguf_tokenizer(source).save_pretrained(folder)
     for name, content in (
         ("config.json", checkpoint.config | {"dtype": "bfloat16"}),
         ("generation_config.json", checkpoint.generation_config),

@@ -66,11 +66,8 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.stat().st_size < 24:
-            raise ValueError(f"{path} is not a GGUF file: it is {path.stat().st_size} bytes long")
+        self.metadata, tensors = read_header(path)
         self._data = np.memmap(path, np.uint8, "r")
-        # The library's GGUFReader believes every count in the file, so the header is read here.
-        self.metadata, tensors = _Header(self._data, path).parse()
         self._raw = {info.name: info for info in tensors}
         self._tensors = {_hugging_face_name(info.name, path): info for info in tensors if info.name != _ROPE_FREQS}
         self.shapes = {name: info.shape for name, info in self._tensors.items()}
@@ -112,7 +109,10 @@ class GGUFCheckpoint:
             )
 
         def number(key: str, default: int | None = None) -> int:
-            return int(self._get(f"{architecture}.{key}", int, default))
+            value = int(self._get(f"{architecture}.{key}", int, default))
+            if value >> 31:
+                raise ValueError(f"{self.path}: {architecture}.{key} is {value}")
+            return value
 
         if number("expert_count", 0):
             raise ValueError(f"{self.path}: mixture-of-experts models are not supported")
@@ -186,14 +186,26 @@ class GGUFCheckpoint:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+        if divisors.shape != (head_dim // 2,):
+            raise ValueError(f"{self.path}: {_ROPE_FREQS} has shape {list(divisors.shape)}, expected [{head_dim // 2}]")
         shape: dict[str, Any] = {"hidden_size": head_dim, "num_heads": 1, "rope_theta": theta}
         plain, _ = rope_frequencies(DecoderConfig(**shape))
         scaled, _ = rope_frequencies(DecoderConfig(**shape, rope_scaling=scaling))
-        if divisors.shape != plain.shape or not torch.allclose(divisors, plain / scaled, rtol=1e-3):
+        if not torch.allclose(divisors, plain / scaled, rtol=1e-3):
             raise ValueError(
                 f"{self.path}: {_ROPE_FREQS} is not the rope scaling of Llama 3, and no other is supported"
             )
         return scaling
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], list[_TensorInfo]]:
+    """Metadata and tensors of a GGUF file, checked against its size. Raises ValueError for a broken file.
+
+    The library's GGUFReader isn't used for this: it believes every count in the file.
+    """
+    if path.stat().st_size < 24:
+        raise ValueError(f"{path} is not a GGUF file: it is {path.stat().st_size} bytes long")
+    return _Header(np.memmap(path, np.uint8, "r"), path).parse()
 
 
 class _Header:
@@ -203,7 +215,7 @@ class _Header:
     """
 
     def __init__(self, data: np.ndarray, path: Path) -> None:
-        self.data, self.path, self.position = memoryview(data), path, 0
+        self.data, self.path, self.position = data.data, path, 0
 
     def parse(self) -> tuple[dict[str, Any], list[_TensorInfo]]:
         magic, version = bytes(self._take(4)), self._number("I")
@@ -301,24 +313,21 @@ def _hugging_face_name(name: str, path: Path) -> str:
     return f"model.layers.{int(layer)}.{_NAMES[part]}.{leaf}" if block else f"{_NAMES[part]}.{leaf}"
 
 
-def export_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer and the chat template inside a GGUF file to a folder in Hugging Face's form.
+def gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer inside a GGUF file, with its chat template, as transformers' fast tokenizer.
 
     Raises ValueError that names the file's pre-tokenizer when it is one that can't be rebuilt from the file.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    metadata, _ = _Header(np.memmap(path, np.uint8, "r"), path).parse()
-    pre = metadata.get("tokenizer.ggml.pre")
+    pre = read_header(path)[0].get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
-        raise ValueError(
-            f"{path}: pre-tokenizer {pre!r} is not supported; name the folder or hub id of a tokenizer instead"
-        )
+        raise ValueError(f"{path}: pre-tokenizer {pre!r} is not supported; name another tokenizer's folder or hub id")
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if pre == "smollm":
         # Digits stand alone in this vocabulary: "  7" is two spaces and a digit. transformers leaves that out.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    tokenizer.save_pretrained(folder)
+    return tokenizer
