@@ -1,8 +1,8 @@
 """Load on an OpenAI-compatible server, and what every request saw.
 
-Why not guidellm 0.8 or aiperf 0.13 underneath: both count time to first token from when the request really left, so a
-late client flatters the tail; both run several processes that take the server's own cores; and they bring 29 packages
-(datasets, pandas, pyarrow, sanic), or 70 and older rich, orjson and prometheus-client than the server's.
+Why not guidellm or aiperf underneath: on 2 cores guidellm 0.8.1 spends 10.7 CPU ms a request (32 in, 16 out, streamed),
+this 0.7, and what it takes from the server shows: median TTFT 5 ms against 1. Both count TTFT from the real send, not
+the scheduled one, and bring 29 packages, or 75 with older rich, orjson, psutil and prometheus-client than the server's.
 """
 
 from __future__ import annotations
@@ -218,6 +218,8 @@ class Target:
             sample.fail("broken stream" if response is not None else "disconnected", error)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             sample.fail("bad response", repr(error))
+        finally:
+            sample.end = time.perf_counter()
 
 
 async def _read_stream(response: aiohttp.ClientResponse, sample: Sample) -> None:
@@ -332,7 +334,6 @@ class Run:
             sample.fail(UNFINISHED)
             raise
         finally:
-            sample.end = time.perf_counter()
             self.in_flight -= 1
             if measured:
                 self.samples.append(sample)
