@@ -1,0 +1,174 @@
+"""What the HTTP schemas share: how a body is validated, the sampling fields, and the shape of an answer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from app.errors import ApiError
+from engine.schemas import GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    from app.router import TextChunk
+
+__all__ = [
+    "Body",
+    "GenerationRequest",
+    "Renderer",
+    "SamplingFields",
+    "build_request",
+    "choice_seed",
+    "parse",
+    "usage",
+]
+
+Check = Callable[[Any], bool]
+M = TypeVar("M", bound="Body")
+
+
+class Body(BaseModel):
+    """A request body. Types are strict, null is absence, and an unknown field is an error.
+
+    `inert` names fields that mean nothing here: each is accepted with values that ask for nothing and refused by name
+    with any other.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    inert: ClassVar[Mapping[str, Check]] = {}
+
+
+class SamplingFields(Body):
+    """The sampling fields of every generating route. Only types are checked here: bounds are the engine's own."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = Field(None, description="seconds until the request ends with 408")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling fields that were given, by their name in GenerationRequest."""
+        return {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_FIELDS}
+
+
+_SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
+
+
+def parse(model: type[M], data: object, status: int) -> M:
+    """Validates a decoded JSON body; a bad one is an ApiError of this status that names the field."""
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    given = {}
+    for name, value in data.items():
+        if value is None:
+            continue
+        if name in model.model_fields:
+            given[name] = value
+        elif name not in model.inert:
+            near = difflib.get_close_matches(name, list(model.model_fields), n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ApiError(status, f"unknown field '{_short(name)}'{hint}", param=_short(name), code="unknown_field")
+        elif not model.inert[name](value):
+            raise ApiError(
+                status, f"'{name}' is not supported with this value", param=name, code="unsupported_parameter"
+            )
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise invalid(error, status) from None
+
+
+def build_request(status: int, names: Mapping[str, str] | None = None, **fields: Any) -> GenerationRequest:
+    """A GenerationRequest; a value out of bounds is an ApiError that names the field as the client does (`names`)."""
+    try:
+        return GenerationRequest(**fields)
+    except ValidationError as error:
+        raise invalid(error, status, names or {}) from None
+
+
+def invalid(error: ValidationError, status: int, names: Mapping[str, str] | None = None) -> ApiError:
+    """The first complaint of a ValidationError. The offending value isn't repeated: it may be megabytes."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    parts = [_short(str(part)) for part in first["loc"] if part != "[key]"]
+    if parts and names:
+        parts[0] = names.get(parts[0], parts[0])
+    param = ".".join(parts) or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown field"
+    return ApiError(status, f"{param}: {message}" if param else message, param=param)
+
+
+def choice_seed(seed: int | None, index: int) -> int | None:
+    """The seed of choice `index` of n: the request's own for 0, then splitmix64 of seed + index * golden ratio.
+
+    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". The result is a signed 64-bit int.
+    """
+    if seed is None or index == 0:
+        return seed
+    mask = 2**64 - 1
+    z = (seed + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
+
+
+class Renderer(Protocol):
+    """Writes one answer in one API's words, as a whole or as server-sent events. Knows nothing of transport."""
+
+    def body(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The whole answer."""
+
+    def start(self) -> bytes:
+        """Events before the first token."""
+
+    def chunk(self, index: int, chunk: TextChunk) -> bytes:
+        """The event for new tokens of a choice; empty when there is nothing to show."""
+
+    def finish(self, index: int, result: GenerationResult) -> bytes:
+        """The event that ends a choice."""
+
+    def end(self, results: Sequence[GenerationResult]) -> bytes:
+        """Events after the last choice has ended."""
+
+    def error(self, error: ApiError, request_id: str) -> bytes:
+        """The event that ends a stream that failed."""
+
+
+def usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
+    """OpenAI's usage object; results come in prompt order, n to a prompt, whose tokens count once."""
+    prompt = sum(result.prompt_tokens for result in results[::n])
+    completion = sum(len(result.token_ids) for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results[::n])},
+    }
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else name[:77] + "..."
