@@ -120,11 +120,9 @@ class GGUFCheckpoint:
             raise ValueError(f"{self.path}: tensor token_embd.weight is missing")
         heads, hidden = number("attention.head_count"), number("embedding_length")
         head_dim = number("attention.key_length", number("rope.dimension_count", hidden // max(heads, 1)))
-        if (
-            number("rope.dimension_count", head_dim) != head_dim
-            or number("attention.value_length", head_dim) != head_dim
-        ):
-            raise ValueError(f"{self.path}: rope over a part of the head, or values of another width, isn't supported")
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if number(key, head_dim) != head_dim:
+                raise ValueError(f"{self.path}: {architecture}.{key} {number(key)} is not the head's {head_dim}")
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"{self.path}: head dimension {head_dim} is not an even number")
         config = {
