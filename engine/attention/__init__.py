@@ -1,0 +1,120 @@
+"""Attention backends: the packed batch they all take, their common face, and the registry of their names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Token runs of several sequences, one after the other, T tokens of B sequences.
+
+    A run is appended to its sequence: of `query_lens[b]` tokens the last has position `kv_lens[b] - 1`.
+    `page_table` row b lists the pages of sequence b in order; a page that has left the window is -1.
+    Without a page table (`page_table is None`) nothing is cached: the B sequences are whole, of equal length, and
+    `attn_mask` may restrict them further.
+    """
+
+    positions: Tensor  # int64 [T]
+    query_lens: np.ndarray  # int64 [B]
+    kv_lens: np.ndarray  # int64 [B], keys after the run
+    page_table: np.ndarray | None = None  # int32 [B, P]
+    slot_mapping: Tensor | None = None  # int64 [T], page * page_size + offset, where the run's keys go
+    page_size: int = 0
+    attn_mask: Tensor | None = None  # [B or 1, heads or 1, S, S]
+
+    @classmethod
+    def uncached(cls, batch: int, length: int, device: torch.device, attn_mask: Tensor | None = None) -> PackedBatch:
+        """B whole sequences of equal length that use no cache."""
+        lens = np.full(batch, length)
+        return cls(torch.arange(length, device=device).repeat(batch), lens, lens, attn_mask=attn_mask)
+
+    @classmethod
+    def paged(
+        cls,
+        page_table: np.ndarray,
+        page_size: int,
+        computed: np.ndarray,
+        query_lens: np.ndarray,
+        device: torch.device,
+    ) -> PackedBatch:
+        """Runs of `query_lens` tokens after `computed` cached ones; pages are in place for both."""
+        kv_lens = computed + query_lens
+        rows = np.repeat(np.arange(len(query_lens)), query_lens)
+        run_ends = np.cumsum(query_lens)
+        positions = np.arange(len(rows)) + np.repeat(kv_lens - run_ends, query_lens)
+        slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+        to_device = torch.from_numpy(np.stack((positions, slots))).to(device, non_blocking=True)
+        return cls(to_device[0], query_lens, kv_lens, page_table, to_device[1], page_size)
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a packed batch, with or without pages.
+
+    `plan` does once per step and window what every layer needs; `attend` does one layer. The keys and values of the
+    run are in the pages already when `attend` is called (`write_kv`).
+    """
+
+    default_page_size = 16
+
+    def check(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
+        """Raise ValueError when this backend can't serve such a model."""
+
+    def check_page_size(self, page_size: int) -> None:  # noqa: B027
+        """Raise ValueError when this backend can't work with such pages."""
+
+    @abstractmethod
+    def plan(self, batch: PackedBatch, window: int | None) -> Any: ...
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
+        """q: [T, heads, head_dim]. k, v: the layer's pages [pages, page_size, kv_heads, head_dim], or, uncached, the
+        run's own [T, kv_heads, head_dim]. Returns [T, heads, head_dim]."""
+
+
+def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Write a run's keys and values [T, kv_heads, head_dim] in place into the pages of one layer."""
+    k_pages.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_pages.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names and the factories behind them; a user may add to it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._factories: dict[str, Callable[..., T]] = {}
+
+    def register(self, name: str, factory: Callable[..., T]) -> None:
+        self._factories[name] = factory
+
+    def create(self, name: str, *args: Any, **kwargs: Any) -> T:
+        """Raises ValueError that lists the known names."""
+        if name not in self._factories:
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(sorted(self._factories))}")
+        return self._factories[name](*args, **kwargs)
+
+    def names(self) -> list[str]:
+        return sorted(self._factories)
+
+
+ATTENTION: Registry[AttentionBackend] = Registry("attention implementation")
+
+
+def _sdpa() -> AttentionBackend:
+    from engine.attention.sdpa import SDPAttention
+
+    return SDPAttention()
+
+
+ATTENTION.register("mha", _sdpa)

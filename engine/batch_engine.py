@@ -1,0 +1,639 @@
+"""The continuous-batching engine: plan a step, launch its forward and sampling, commit its results.
+
+At depth 0 a step is committed before the next is planned; at depth 1 the next is planned and launched first, so that
+the device doesn't wait for the host. What a step needs of the running sequences is in arrays; Python touches a
+sequence when it arrives, ends, is preempted or fills a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.kv_cache import KVSlotPool, PrefixIndex
+from engine.models.decoder import DecoderModel
+from engine.runner import LaunchedStep, ModelRunner
+from engine.sampling import Sampled, Sampler, SamplingTable, draw_seed
+from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import Sequence, SequenceTable, Status
+from engine.tokenization import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step, as observers see it."""
+
+    scheduled: int  # sequences that ran
+    total_active_slots: int  # sequences that hold a row
+    tokens: int  # tokens that ran, prompts included
+    waiting: int
+    free_pages: int  # neither held nor cached
+    max_batch_size: int
+    generated: int  # tokens given out
+    finished: int  # requests ended
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Where the engine stands; the counters run from its start."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    held_pages: int
+    total_pages: int
+    page_size: int
+    max_batch_size: int
+    max_seq_len: int
+    steps: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    failed_requests: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Counters:
+    steps: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    failed_requests: int = 0
+
+
+class ContinuousBatchingEngine:
+    """Serves many requests with one model.
+
+    max_seq_len: the context, at most the model's (the default). page_size: tokens a page, the attention backend's
+    default if None; max_seq_len makes a page a whole sequence. num_pages: None takes what `max_batch_size` whole
+    contexts need, within `memory_fraction` of the free memory. max_batched_tokens: tokens a step. depth: steps that
+    are launched before the last is committed. max_results: finished results kept until they are read.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        tokenizer: Tokenizer | None,
+        device: torch.device | str = "cpu",
+        max_batch_size: int = 16,
+        max_seq_len: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        max_batched_tokens: int = 2048,
+        depth: int = 1,
+        enable_prefix_cache: bool = True,
+        max_queued_requests: int | None = None,
+        aging_seconds: float = 30.0,
+        memory_fraction: float = 0.9,
+        max_results: int = 65536,
+    ) -> None:
+        if depth not in (0, 1):
+            raise ValueError(f"depth must be 0 or 1, got {depth}")
+        for name, value in (("max_batch_size", max_batch_size), ("max_batched_tokens", max_batched_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.device = torch.device(device)
+        self.tokenizer = tokenizer
+        self.depth = depth
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len or model.max_seq_len
+        if self.max_seq_len > model.max_seq_len:
+            raise ValueError(f"max_seq_len {self.max_seq_len} is above the model's {model.max_seq_len}")
+        dtype = dtype or _sane_dtype(model.dtype, self.device)
+        model.attention.check(model.head_dim, dtype, self.device)
+        page_size = min(page_size or model.attention.default_page_size, self.max_seq_len)
+        model.attention.check_page_size(page_size)
+        model = model.to(device=self.device, dtype=dtype).eval()
+        pages_a_sequence = -(-self.max_seq_len // page_size)
+        self.pool = KVSlotPool(
+            num_pages or _fitting_pages(model, page_size, pages_a_sequence, max_batch_size, memory_fraction),
+            page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            device=self.device,
+            dtype=dtype,
+            enable_prefix_cache=enable_prefix_cache,
+            retention=model.config.retention,
+        )
+        self.table = SequenceTable(max_batch_size, self.max_seq_len, pages_a_sequence, self.device)
+        self.sampling = SamplingTable(max_batch_size, self.device)
+        self.scheduler = Scheduler(
+            self.table,
+            self.pool,
+            max_batched_tokens=max_batched_tokens,
+            max_queued=max_queued_requests,
+            aging_seconds=aging_seconds,
+        )
+        self._vocab_size = min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size
+        pad = tokenizer.pad_token_id if tokenizer else None
+        self._eos = sorted(tokenizer.eos_token_ids) if tokenizer else []
+        forbidden = [pad] if pad is not None and pad not in self._eos and pad < self._vocab_size else []
+        sampler = Sampler(self.sampling, self._vocab_size, forbidden, self.device)
+        self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler)
+        self._lock = threading.Condition()
+        self._turn = threading.Lock()  # a step at a time, whoever steps
+        self._in_flight: LaunchedStep | None = None
+        self._live: dict[str, Sequence] = {}
+        self._results: OrderedDict[str, GenerationResult] = OrderedDict()
+        self._max_results = max_results
+        self._ended: list[tuple[int, GenerationResult]] = []  # ends the sink has not been told of
+        self._aborts: list[tuple[Sequence, FinishReason]] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._next_uid = 0
+        self._counters = _Counters()
+        self._observer: Callable[[StepStats], None] | None = None
+        self._sink: Callable[[StepTokens], None] | None = None
+        self._checked = True
+
+    @classmethod
+    def from_serving_config(
+        cls, config: Any, model: DecoderModel, tokenizer: Tokenizer | None
+    ) -> ContinuousBatchingEngine:
+        """An engine as a ServingConfig (or anything with its attributes) describes it."""
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        max_seq_len = config.max_model_len or model.max_seq_len
+        eager = config.generation_backend == "eager"
+        return cls(
+            model,
+            tokenizer,
+            device,
+            1 if eager else config.max_batch_size,
+            max_seq_len,
+            None if config.dtype == "auto" else getattr(torch, config.dtype),
+            page_size=config.page_size if config.use_paged_attention else max_seq_len,
+            num_pages=config.num_pages,
+            max_batched_tokens=config.max_batched_tokens,
+            depth=config.depth,
+            enable_prefix_cache=config.enable_prefix_cache,
+            max_queued_requests=config.max_queued_requests,
+        )
+
+    # Requests
+
+    def add_request(self, request: GenerationRequest, *, tag: int | None = None) -> str:
+        """Queue a request; returns its id. From any thread.
+
+        With a tag, its tokens and its end go to the sink under that tag, and whoever owns the sink cuts at stop
+        strings. Without one the engine reads the text itself and keeps the result for `result`. Raises ValueError for
+        a request that is malformed, of a live id, or can never fit; QueueFull when the queue is at its bound.
+        """
+        sequence = self._new_sequence(request, tag)
+        if sequence.limit <= len(sequence.tokens):
+            with self._lock:
+                self._register(sequence)
+                self._end(sequence, FinishReason.LENGTH, len(sequence.tokens))
+                self._lock.notify_all()
+            return request.request_id
+        self.scheduler.check_fits(sequence)
+        with self._lock:
+            if self._runner is None:
+                raise ValueError("the model was unloaded")
+            self.scheduler.check_queue()
+            self._register(sequence)
+            self.scheduler.add(sequence)
+            if sequence.deadline < np.inf:
+                heapq.heappush(self._deadlines, (sequence.deadline, sequence.uid, sequence))
+            self._lock.notify_all()
+        return request.request_id
+
+    def _new_sequence(self, request: GenerationRequest, tag: int | None) -> Sequence:
+        prompt_ids = request.prompt_ids
+        if prompt_ids is None:
+            if self.tokenizer is None:
+                raise ValueError("prompt needs a tokenizer: give prompt_ids")
+            prompt_ids = self.tokenizer.encode(request.prompt or "")
+            if not prompt_ids:
+                raise ValueError("prompt has no tokens")
+        reader = None
+        if request.stop and tag is not None:
+            raise ValueError("stop strings of a tagged request are its sink's")
+        if request.stop:
+            if self.tokenizer is None:
+                raise ValueError("stop needs a tokenizer")
+            reader = TextStream(self.tokenizer, prompt_ids, request, request.output_ids)
+        limit = len(prompt_ids) + request.max_new_tokens
+        if limit > self.max_seq_len:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} "
+                f"are more than the context of {self.max_seq_len}"
+            )
+        tokens = np.array([*prompt_ids, *request.output_ids], dtype=np.int32)
+        self._check_ids("token", tokens)
+        self._check_ids("logit_bias", request.logit_bias)
+        self._check_ids("stop_token_ids", request.stop_token_ids)
+        if request.adapter is not None:
+            raise ValueError(f"unknown adapter {request.adapter!r}")
+        digests = [PrefixIndex.root(request.cache_salt, request.adapter)]
+        if self.pool.index is not None:
+            self.pool.index.extend(digests, tokens)
+        now = time.monotonic()
+        return Sequence(
+            uid=-1,
+            request=request,
+            tag=-1 if tag is None else tag,
+            tokens=tokens,
+            prompt_len=len(prompt_ids),
+            limit=limit,
+            key=now + request.priority * self.scheduler.aging_seconds,
+            seed=draw_seed() if request.seed is None else request.seed,
+            stop_ids=[*([] if request.ignore_eos else self._eos), *request.stop_token_ids],
+            bad_words=self._bad_words(request.bad_words),
+            deadline=now + request.timeout if request.timeout is not None else np.inf,
+            digests=digests,
+            arrival=now,
+            reader=reader,
+        )
+
+    def _check_ids(self, what: str, ids: Any) -> None:
+        array = np.fromiter(ids, np.int64, len(ids))
+        bad = array[(array < 0) | (array >= self._runner_or_raise().model.vocab_size)]
+        if len(bad):
+            raise ValueError(f"{what}: id {bad[0]} is outside the vocabulary of {self._vocab_size}")
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of each word, at the start of a text and after a space."""
+        if words and self.tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer")
+        found: list[list[int]] = []
+        for word in words:
+            assert self.tokenizer is not None
+            for text in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _register(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        if request_id in self._live:
+            raise ValueError(f"request_id {request_id!r} is live already")
+        self._results.pop(request_id, None)
+        sequence.uid = self._next_uid
+        self._next_uid += 1
+        self._live[request_id] = sequence
+        self._counters.prompt_tokens += sequence.prompt_len
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request; its pages are free by the first step planned after this. False if it isn't live."""
+        with self._lock:
+            sequence = self._live.get(request_id)
+            if sequence is None:
+                return False
+            self._aborts.append((sequence, reason))
+            self._lock.notify_all()
+            return True
+
+    def result(self, request_id: str) -> GenerationResult | None:
+        """A finished request's result, once: reading drops it. None while it runs and for unknown ids."""
+        with self._lock:
+            return self._results.pop(request_id, None)
+
+    # Steps
+
+    def step(self) -> StepStats:
+        """One step. From any thread: steppers take turns, so that a sequence has one run of tokens a step."""
+        with self._turn:
+            plan = self._lock_step_pre()
+            launched, collected, error = self._forward_and_sample(plan)
+            stats, output = self._lock_step_post(plan, launched, collected, error)
+            if output is not None and self._sink is not None:
+                self._sink(output)
+        self._observe(stats)
+        return stats
+
+    async def step_async(self) -> StepStats:
+        """As `step`, in a worker thread."""
+        return await asyncio.to_thread(self.step)
+
+    def _lock_step_pre(self) -> StepPlan | None:
+        with self._lock:
+            self._runner_or_raise()
+            self._end_overdue()
+            plan = self.scheduler.plan(in_flight=self._in_flight is not None)
+            if plan is not None:
+                self._place_sampling(plan)
+            return plan
+
+    def _place_sampling(self, plan: StepPlan) -> None:
+        """Sampling parameters of sequences whose rows are new."""
+        new = plan.rows[self.table.fresh[plan.rows]]
+        for row in new.tolist():
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            self.sampling.set(
+                row, sequence.request, sequence.seed, sequence.prompt_len, sequence.stop_ids, sequence.bad_words
+            )
+            self._counters.cached_tokens += sequence.cached_tokens
+        self.table.fresh[new] = False
+
+    def _forward_and_sample(
+        self, plan: StepPlan | None
+    ) -> tuple[LaunchedStep | None, LaunchedStep | None, Exception | None]:
+        """Launch the plan, then wait for the step to commit: this one at depth 0, the one before at depth 1."""
+        runner = self._runner_or_raise()
+        launched, error = None, None
+        if plan is not None:
+            try:
+                launched = runner.launch(plan)
+            except Exception as e:
+                logger.exception("a forward of %d sequences failed", len(plan.rows))
+                error = e
+        ready = self._in_flight if self.depth == 1 else launched
+        if ready is not None:
+            runner.collect(ready)
+        return launched, ready, error
+
+    def _lock_step_post(
+        self, plan: StepPlan | None, launched: LaunchedStep | None, ready: LaunchedStep | None, error: Exception | None
+    ) -> tuple[StepStats, StepTokens | None]:
+        with self._lock:
+            output = None
+            generated = 0
+            finished_before = self._counters.finished_requests
+            if ready is not None:
+                output, generated = self._commit(ready.plan, ready.sampled)
+            if plan is not None and error is not None:
+                self._fail(plan, error)
+            self._in_flight = launched if self.depth == 1 else None
+            if self._ended:
+                output = output or StepTokens(*_NO_TOKENS)
+                output.finished, self._ended = self._ended, []
+            tokens = 0
+            if plan is not None:
+                self._counters.steps += 1
+                tokens = int(plan.counts.sum())
+                self._counters.computed_tokens += tokens
+                self._checked = False
+            elif not self._checked and not self.scheduler.has_pending_work:
+                self.pool.check()
+                self._checked = True
+            stats = StepStats(
+                scheduled=0 if plan is None else len(plan.rows),
+                total_active_slots=self.scheduler.num_running,
+                tokens=tokens,
+                waiting=self.scheduler.num_waiting,
+                free_pages=self.pool.free_pages,
+                max_batch_size=self.max_batch_size,
+                generated=generated,
+                finished=self._counters.finished_requests - finished_before,
+            )
+            return stats, output
+
+    def _commit(self, plan: StepPlan, sampled: Sampled | None) -> tuple[StepTokens | None, int]:
+        table = self.table
+        live = table.uid[plan.rows] == plan.uids
+        self.scheduler.commit(plan, live)
+        if sampled is None:
+            return None, 0
+        live = live[plan.samples]
+        rows, lengths = plan.rows[plan.samples][live], plan.lengths[plan.samples][live]
+        ids = sampled.ids.numpy()[live]
+        table.tokens[rows, lengths] = ids
+        stopped = (self.sampling.stop_ids.host[rows] == ids[:, None]).any(1)
+        emitted = ~stopped
+        table.known[rows] = lengths + emitted
+        full = lengths + 1 >= table.limit[rows]
+        generated = int(emitted.sum())
+        self._counters.generated_tokens += generated
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if sampled.logprob is not None:
+            logprobs = self._record_logprobs(rows[emitted], sampled, np.flatnonzero(live)[emitted])
+        told = emitted & (table.tag[rows] >= 0)
+        tags, tokens = table.tag[rows[told]], ids[told].astype(np.int32)
+        ends = stopped | full
+        for i in np.flatnonzero(table.has_reader[rows] & emitted).tolist():
+            ends[i] |= self._read(int(rows[i]), int(ids[i]))
+        for i in np.flatnonzero(ends).tolist():
+            sequence = table.sequences[rows[i]]
+            if sequence is None:
+                continue  # its reader failed
+            stop = sequence.reader.stop if sequence.reader else None
+            if stopped[i] or stop is not None:
+                by_id = int(ids[i]) if stopped[i] and ids[i] in sequence.request.stop_token_ids else None
+                self._end(sequence, FinishReason.STOP, int(table.known[rows[i]]), stop_reason=stop or by_id)
+            else:
+                self._end(sequence, FinishReason.LENGTH, int(table.known[rows[i]]))
+        if not len(tags):
+            return None, generated
+        return StepTokens(tags, np.ones(len(tags), dtype=np.int32), tokens, logprobs=logprobs), generated
+
+    def _read(self, row: int, token_id: int) -> bool:
+        """Give a token to the row's reader; True if that completed a stop string."""
+        sequence = self.table.sequences[row]
+        assert sequence is not None and sequence.reader is not None
+        try:
+            return sequence.reader.push((token_id,)).stop is not None
+        except ValueError as error:
+            self._end(sequence, FinishReason.ERROR, int(self.table.known[row]), error=str(error))
+            return False
+
+    def _record_logprobs(
+        self, rows: np.ndarray, sampled: Sampled, at: np.ndarray
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of the rows that want them; returns those of tagged requests."""
+        assert sampled.logprob is not None and sampled.rank is not None
+        assert sampled.top_ids is not None and sampled.top_logprobs is not None
+        told: dict[int, list[TokenLogprobs]] = {}
+        for row, i in zip(rows.tolist(), at.tolist(), strict=True):
+            wanted = int(self.sampling.num_logprobs[row])
+            sequence = self.table.sequences[row]
+            if wanted < 0 or sequence is None:
+                continue
+            top = zip(sampled.top_ids[i, :wanted].tolist(), sampled.top_logprobs[i, :wanted].tolist(), strict=True)
+            entry = TokenLogprobs(int(sampled.ids[i]), float(sampled.logprob[i]), int(sampled.rank[i]), list(top))
+            sequence.logprobs.append(entry)
+            if sequence.tag >= 0:
+                told[sequence.tag] = [entry]
+        return told
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"
+        for row in plan.rows[self.table.uid[plan.rows] == plan.uids].tolist():
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            self._end(sequence, FinishReason.ERROR, int(self.table.known[row]), error=message)
+
+    def _end_overdue(self) -> None:
+        aborts, self._aborts = self._aborts, []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            aborts.append((heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE))
+        for sequence, reason in aborts:
+            if sequence.status is not Status.FINISHED:
+                known = int(self.table.known[sequence.row]) if sequence.row >= 0 else len(sequence.tokens)
+                self._end(sequence, reason, known)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        known: int,
+        *,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The one place where a request ends."""
+        tokens = self.table.tokens[sequence.row] if sequence.row >= 0 else sequence.tokens
+        token_ids = tokens[sequence.prompt_len : known].tolist()
+        row = sequence.row
+        self.scheduler.finish(sequence)
+        if row >= 0:
+            self.sampling.clear(row)
+        request = sequence.request
+        del self._live[request.request_id]
+        logprobs = sequence.logprobs[: len(token_ids)] if request.logprobs is not None else None
+        result = GenerationResult(
+            request_id=request.request_id,
+            text="",
+            token_ids=token_ids,
+            finish_reason=reason,
+            prompt_tokens=sequence.prompt_len,
+            cached_tokens=sequence.cached_tokens,
+            stop_reason=stop_reason,
+            error=error,
+            attempt=request.attempt,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.prompt_logprobs if request.prompt_logprobs is not None else None,
+        )
+        counters = self._counters
+        counters.finished_requests += 1
+        counters.aborted_requests += reason in (FinishReason.ABORT, FinishReason.DEADLINE)
+        counters.failed_requests += reason is FinishReason.ERROR
+        if sequence.tag >= 0:
+            self._ended.append((sequence.tag, result))
+            return
+        try:
+            result.text = self._text(sequence, token_ids)
+        except ValueError as failure:
+            result.finish_reason, result.error = FinishReason.ERROR, str(failure)
+        self._results[request.request_id] = result
+        while len(self._results) > self._max_results:
+            self._results.popitem(last=False)
+
+    def _text(self, sequence: Sequence, token_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        reader = sequence.reader
+        if reader is None:
+            prompt_ids = sequence.tokens[: sequence.prompt_len].tolist()
+            reader = TextStream(self.tokenizer, prompt_ids, sequence.request)
+            reader.push(token_ids)
+        reader.flush()
+        return reader.text
+
+    # Around the steps
+
+    def set_step_observer(self, observer: Callable[[StepStats], None] | None) -> None:
+        """Called once a step, idle steps included. One that raises is logged and breaks nothing."""
+        self._observer = observer
+
+    def set_token_sink(self, sink: Callable[[StepTokens], None] | None) -> None:
+        """Takes tokens and ends of tagged requests, once a step that has any, in the order of the steps."""
+        self._sink = sink
+
+    def _observe(self, stats: StepStats) -> None:
+        if self._observer is None:
+            return
+        try:
+            self._observer(stats)
+        except Exception:
+            logger.exception("the step observer failed")
+
+    def wait_for_work(self, timeout: float) -> bool:
+        """Block until a step has something to do, or for `timeout` seconds."""
+        with self._lock:
+            return self._lock.wait_for(self._has_work, timeout)
+
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.has_pending_work or self._aborts or self._ended or self._in_flight)
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            counters = self._counters
+            return EngineStats(
+                running=self.scheduler.num_running,
+                waiting=self.scheduler.num_waiting,
+                free_pages=self.pool.free_pages,
+                cached_pages=self.pool.cached_pages,
+                held_pages=self.pool.held_pages,
+                total_pages=self.pool.num_pages,
+                page_size=self.pool.page_size,
+                max_batch_size=self.max_batch_size,
+                max_seq_len=self.max_seq_len,
+                preemptions=self.scheduler.preemptions,
+                **{name: getattr(counters, name) for name in counters.__slots__},
+            )
+
+    def unload_model(self) -> None:
+        """End every request with an error, and let go of the weights and the pool. The engine is of no more use."""
+        with self._turn, self._lock:
+            for sequence in list(self._live.values()):
+                known = int(self.table.known[sequence.row]) if sequence.row >= 0 else len(sequence.tokens)
+                self._end(sequence, FinishReason.ERROR, known, error="the model was unloaded")
+            self._in_flight = None
+            self._runner = None
+            self.pool.drop()
+
+    def _runner_or_raise(self) -> ModelRunner:
+        if self._runner is None:
+            raise ValueError("the model was unloaded")
+        return self._runner
+
+
+_NO_TOKENS = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def _sane_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The model's own on an accelerator; on a CPU half precision only where it has instructions for it."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def _fitting_pages(
+    model: DecoderModel, page_size: int, pages_a_sequence: int, max_batch_size: int, memory_fraction: float
+) -> int:
+    """Pages for `max_batch_size` whole contexts, or as many as the free memory allows."""
+    config = model.config
+    page_bytes = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    free = _free_memory(model.device)
+    pages = min(pages_a_sequence * max_batch_size, int(free * memory_fraction) // page_bytes)
+    if pages < pages_a_sequence:
+        raise ValueError(
+            f"the KV pool doesn't fit: one context of {pages_a_sequence * page_size} tokens takes "
+            f"{pages_a_sequence * page_bytes / 2**20:.0f} MiB, {memory_fraction:.0%} of the free "
+            f"{free / 2**20:.0f} MiB may be used; lower max_seq_len"
+        )
+    return pages
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024

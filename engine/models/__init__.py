@@ -1,0 +1,1 @@
+"""Models: one decoder, and how its weights come in and go out."""

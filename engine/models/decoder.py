@@ -1,0 +1,251 @@
+"""One Llama-shaped decoder for every family: what differs between them is data in its config.
+
+There is one token path. `hidden_states` takes packed runs of tokens and reads and writes pages; `forward` with caches is
+a thin front on it, and without caches the same layers run as an ordinary differentiable forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention import ATTENTION, PackedBatch, write_kv
+from engine.kv_cache import KVCache
+from engine.models.layers import MLPS, RMSNorm, RotaryEmbedding, rotate
+
+
+@dataclass(slots=True)
+class DecoderConfig:
+    """Shape and switches of a decoder; names follow Hugging Face where it has one."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 0  # 0: as many as num_heads
+    head_dim: int = 0  # 0: hidden_size / num_heads
+    intermediate_size: int = 0  # 0: 8/3 of hidden_size, rounded up to 64 (4x without GLU)
+    max_seq_len: int = 512
+    window_size: int | None = None
+    window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: all
+    attn_impl: str = "mha"
+    mlp_impl: str = "mlp"
+    use_glu: bool = True
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        self.num_kv_heads = self.num_kv_heads or self.num_heads
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+        if not self.head_dim:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+            self.head_dim = self.hidden_size // self.num_heads
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding pairs its halves")
+        if not self.intermediate_size:
+            width = self.hidden_size * 8 / 3 if self.use_glu else self.hidden_size * 4
+            self.intermediate_size = math.ceil(width / 64) * 64
+        if self.window_size is not None and self.window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {self.window_size}")
+
+    def layer_window(self, layer: int) -> int | None:
+        if self.window_layers is not None and layer not in self.window_layers:
+            return None
+        return self.window_size
+
+    @property
+    def retention(self) -> int | None:
+        """How many of the last tokens the widest layer sees; None when some layer sees all."""
+        windows = [self.layer_window(layer) for layer in range(self.num_layers)]
+        return None if None in windows else max(w for w in windows if w is not None)
+
+
+KVPages = Sequence[tuple[Tensor, Tensor]]  # a layer: keys, values [pages, page_size, kv_heads, head_dim]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What all layers of one forward share."""
+
+    batch: PackedBatch
+    plans: dict[int | None, Any]
+    cos: Tensor
+    sin: Tensor
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window = config.layer_window(layer)
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+        self.backend = ATTENTION.create(config.attn_impl)
+
+    def forward(self, x: Tensor, step: _Step, pages: tuple[Tensor, Tensor] | None) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        if pages is not None:
+            assert step.batch.slot_mapping is not None
+            write_kv(*pages, k, v, step.batch.slot_mapping)
+            k, v = pages
+        return self.o_proj(self.backend.attend(q, k, v, step.plans[self.window]).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLPS.create(config.mlp_impl, config)
+
+    def forward(self, x: Tensor, step: _Step, pages: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step, pages)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DecoderModel(nn.Module):
+    """A decoder language model. Parameter names are those of Hugging Face's Llama.
+
+    Keyword arguments are the fields of `DecoderConfig`; each has a default.
+    """
+
+    def __init__(self, *, num_kv_heads: int | None = None, **config: Any) -> None:
+        super().__init__()
+        try:
+            self.config = DecoderConfig(num_kv_heads=num_kv_heads or 0, **config)
+        except TypeError as error:
+            raise ValueError(f"DecoderModel: {error}") from None
+        self._build()
+
+    @classmethod
+    def from_config(cls, config: DecoderConfig) -> DecoderModel:
+        model = cls.__new__(cls)
+        nn.Module.__init__(model)
+        model.config = config
+        model._build()
+        return model
+
+    def _build(self) -> None:
+        config = self.config
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rotary = RotaryEmbedding(config)
+
+    num_layers = property(lambda self: self.config.num_layers)
+    num_heads = property(lambda self: self.config.num_heads)
+    num_kv_heads = property(lambda self: self.config.num_kv_heads)
+    hidden_size = property(lambda self: self.config.hidden_size)
+    head_dim = property(lambda self: self.config.head_dim)
+    vocab_size = property(lambda self: self.config.vocab_size)
+    max_seq_len = property(lambda self: self.config.max_seq_len)
+    dtype = property(lambda self: self.model.embed_tokens.weight.dtype)
+    device = property(lambda self: self.model.embed_tokens.weight.device)
+
+    @property
+    def attention(self) -> Any:
+        """The attention backend of the layers."""
+        return self.model.layers[0].self_attn.backend
+
+    def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
+        """Final hidden states [T, hidden_size] of packed tokens [T]; with pages, writes the run's keys and values."""
+        layers = self.model.layers
+        plans = {w: self.attention.plan(batch, w) for w in {layer.self_attn.window for layer in layers}}
+        step = _Step(batch, plans, *self.rotary.rows(batch.positions, self.dtype))
+        x = self.model.embed_tokens(input_ids)
+        for index, layer in enumerate(layers):
+            x = layer(x, step, pages[index] if pages is not None else None)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, vocab_size]."""
+        return self.lm_head(hidden)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        kv_caches: Sequence[KVCache] | None = None,
+        use_cache: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> Any:
+        """Logits [B, S, vocab_size] of ids [B, S] (or [S], a batch of one); with `use_cache`, (logits, kv_caches).
+
+        With caches, the ids follow the caches' contents, which grow by S. `attn_mask`, boolean (True: may attend) or
+        additive, broadcastable to [B, heads, S, S], restricts the causal mask; it works without caches only. Raises
+        ValueError for caches that are missing, too many or full, before anything is written.
+        """
+        ids = input_ids.unsqueeze(0) if input_ids.dim() == 1 else input_ids
+        batch_size, length = ids.shape
+        if use_cache != (kv_caches is not None):
+            raise ValueError("use_cache=True and kv_caches go together: give both or neither")
+        if kv_caches is None:
+            if length > self.max_seq_len:
+                raise ValueError(f"{length} tokens are more than max_seq_len {self.max_seq_len}")
+            if attn_mask is not None:
+                attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+            batch = PackedBatch.uncached(batch_size, length, ids.device, attn_mask)
+            hidden = self.hidden_states(ids.flatten(), batch)
+            return self.logits(hidden).unflatten(0, (batch_size, length))
+        if attn_mask is not None:
+            raise ValueError("attn_mask is not supported with kv_caches")
+        if len(kv_caches) != self.num_layers:
+            raise ValueError(f"{len(kv_caches)} caches for {self.num_layers} layers")
+        for cache in kv_caches:
+            cache.check(batch_size, length)
+        start = kv_caches[0].seq_len
+        if start + length > self.max_seq_len:
+            raise ValueError(f"{start + length} tokens are more than max_seq_len {self.max_seq_len}")
+        batch = kv_caches[0].packed_batch(batch_size, length)
+        hidden = self.hidden_states(ids.flatten(), batch, [cache.pages for cache in kv_caches])
+        for cache in kv_caches:
+            cache.advance(batch_size, length)
+        return self.logits(hidden).unflatten(0, (batch_size, length)), kv_caches
+
+
+def create_decoder_kv_caches(
+    model: DecoderModel, batch_size: int, max_seq_len: int | None = None, dtype: torch.dtype | None = None
+) -> list[KVCache]:
+    """One cache a layer of the model, none sharing storage."""
+    return KVCache.from_model_config(
+        batch_size,
+        max_seq_len or model.max_seq_len,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        device=model.device,
+        dtype=dtype or model.dtype,
+    )

@@ -1,0 +1,127 @@
+"""The parts of the decoder: RMSNorm, rotary embedding, MLPs and their registry."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention import Registry
+
+if TYPE_CHECKING:
+    from engine.models.decoder import DecoderConfig
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension (Zhang & Sennrich 2019), statistics in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al. 2021) in the rotate-half form, cos and sin tabled in fp32."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        inverse, attention_factor = rope_frequencies(config)
+        angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), inverse)
+        self.register_buffer("cos", angles.cos() * attention_factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions, each [T, 1, head_dim / 2]."""
+        return self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, for the scaling that the config names.
+
+    `rope_scaling` has Hugging Face's keys; types default, linear (Chen et al. 2023), llama3 (Llama 3.1) and yarn
+    (Peng et al. 2023). Raises ValueError that names any other type.
+    """
+    dim, base = config.head_dim, config.rope_theta
+    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    scaling: dict[str, Any] = config.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return inverse, 1.0
+    if kind == "linear":
+        return inverse / scaling["factor"], 1.0
+    if kind == "llama3":
+        original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = original * inverse / (2 * math.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * inverse / factor + smooth * inverse, 1.0
+    if kind == "yarn":
+        return _yarn(inverse, dim, base, scaling, config.max_seq_len)
+    raise ValueError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
+
+
+def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any], max_seq_len: int) -> tuple[Tensor, float]:
+    factor = scaling["factor"]
+    original = scaling.get("original_max_position_embeddings") or max_seq_len
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def mscale(scale: float, m: float = 1.0) -> float:
+        return 0.1 * m * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        m, m_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = mscale(factor, m) / mscale(factor, m_all) if m and m_all else mscale(factor)
+    return inverse / factor * ramp + inverse * (1 - ramp), attention_factor
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), the SwiGLU of Shazeer 2020."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainMLP(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+MLPS: Registry[nn.Module] = Registry("MLP implementation")
+MLPS.register("mlp", lambda config: GatedMLP(config) if config.use_glu else PlainMLP(config))

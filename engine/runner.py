@@ -1,0 +1,67 @@
+"""Turns a step's plan into tensors, one forward, and sampled ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import PackedBatch
+from engine.kv_cache import KVSlotPool
+from engine.models.decoder import DecoderModel
+from engine.sampling import Sampled, Sampler
+from engine.scheduler import StepPlan
+from engine.sequence import SequenceTable
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    plan: StepPlan
+    sampled: Sampled | None  # a row for each sampling run, on its way to the host
+    ready: torch.cuda.Event | None
+
+
+class ModelRunner:
+    """Owns the model and what its forward reads and writes."""
+
+    def __init__(self, model: DecoderModel, pool: KVSlotPool, table: SequenceTable, sampler: Sampler) -> None:
+        self.model, self.pool, self.table, self.sampler = model, pool, table, sampler
+        self.device = model.device
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Run a step. On an accelerator this returns before the device is through: the next step may be launched, as
+        sampled ids go to the device's own table of tokens."""
+        table = self.table
+        for source, target, tokens in plan.copies:
+            self.pool.copy(source, target, tokens)
+        batch = PackedBatch.paged(
+            table.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
+        )
+        token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
+        hidden = self.model.hidden_states(table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
+        if not plan.samples.any():
+            return LaunchedStep(plan, None, None)
+        last = np.cumsum(plan.counts) - 1
+        if len(hidden) != plan.samples.sum():
+            hidden = hidden[self._to_device(last[plan.samples])]
+        rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
+        sampled = self.sampler(self.model.logits(hidden), rows, lengths, table.device_tokens)
+        table.device_tokens[self._to_device(rows), self._to_device(lengths)] = sampled.ids.to(torch.int32)
+        if self.device.type != "cuda":
+            return LaunchedStep(plan, sampled, None)
+        sampled = sampled.to_host()
+        ready = torch.cuda.Event()
+        ready.record()
+        return LaunchedStep(plan, sampled, ready)
+
+    @staticmethod
+    def collect(launched: LaunchedStep) -> Sampled | None:
+        """Wait for a launched step's samples to be on the host."""
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        return launched.sampled
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,352 @@
+"""From logits to token ids: penalties, filters, and a Gumbel-max draw with counter-based noise.
+
+The noise of a candidate is a pure function of (seed, absolute position, token id), so that a request's tokens depend
+on its prompt, its parameters and its seed alone: not on its batch, not on preemption, not on the process that
+resumes it, and a draft model that uses the same noise proposes what the target would choose (Daliri et al. 2024).
+Every method works on all rows at once; the number of operators doesn't depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.schemas import SamplingParams
+
+_CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
+_GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
+_GOLDEN32, _MIX1, _MIX2 = -1640531535, -2048144789, -1028477387  # 2**32 / phi; murmur3's finaliser
+
+
+def noise_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys for each int64 (seed, position): the halves of splitmix64's output."""
+    x = seeds + (positions + 1) * _GOLDEN64
+    x = (x ^ _shift64(x, 30)) * -4658895280553007687
+    x = (x ^ _shift64(x, 27)) * -7723592293110705685
+    x = x ^ _shift64(x, 31)
+    return x.to(torch.int32), _shift64(x, 32).to(torch.int32)
+
+
+def noise_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
+    """31 random bits, int32 >= 0, for each key [R, 1] and token id ([1, V] or [R, V] int32): murmur3's finaliser over
+    the id, keyed before and in the middle. Integer arithmetic modulo 2**32, the same on every device."""
+    x = (token_ids * _GOLDEN32) ^ keys[0]
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MIX1
+    x ^= (x >> 13) & 0x7FFFF
+    x += keys[1]
+    x *= _MIX2
+    x ^= (x >> 16) & 0xFFFF
+    x &= 0x7FFFFFFF
+    return x
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, fp32 [R, V], for rows with int64 seeds and positions [R] and ids [1 or R, V]."""
+    k0, k1 = noise_keys(seeds, positions)
+    uniform = noise_bits((k0.unsqueeze(1), k1.unsqueeze(1)), token_ids).to(torch.float32)
+    uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _shift64(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+class _Column:
+    """A value a row, on the host and on the device; on the CPU the two are one."""
+
+    def __init__(self, rows: int, dtype: type, device: torch.device, fill: float = 0, width: int | None = None) -> None:
+        self.device_type = device
+        self.fill = fill
+        self.host = np.full(rows if width is None else (rows, width), fill, dtype=dtype)
+        self.device = torch.from_numpy(self.host).to(device)
+
+    def set(self, row: int, value: float) -> None:
+        self.host[row] = value
+        if self.device.device.type != "cpu":
+            self.device[row] = value
+
+    def set_list(self, row: int, values: list[int] | list[float]) -> None:
+        """Fill a row of a wide column, which grows to hold the longest one."""
+        rows, width = self.host.shape
+        if len(values) > width:
+            grown = np.full((rows, 1 << (len(values) - 1).bit_length()), self.fill, dtype=self.host.dtype)
+            grown[:, :width] = self.host
+            self.host = grown
+            self.device = torch.from_numpy(grown).to(self.device_type)
+        self.host[row] = self.fill
+        self.host[row, : len(values)] = values
+        if self.device.device.type != "cpu":
+            self.device[row] = torch.from_numpy(self.host[row])
+
+
+class SamplingTable:
+    """The sampling parameters of the running sequences, one row each."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = _Column(rows, np.float32, device)
+        self.top_k = _Column(rows, np.int64, device)  # 0: all
+        self.top_p = _Column(rows, np.float32, device)
+        self.log_min_p = _Column(rows, np.float32, device)
+        self.repetition = _Column(rows, np.float32, device)
+        self.frequency = _Column(rows, np.float32, device)
+        self.presence = _Column(rows, np.float32, device)
+        self.seed = _Column(rows, np.int64, device)
+        self.prompt_len = _Column(rows, np.int64, device)
+        self.min_len = _Column(rows, np.int64, device)  # no stop id below this many tokens, prompt included
+        self.stop_ids = _Column(rows, np.int64, device, fill=-1, width=4)
+        self.bias_ids = _Column(rows, np.int64, device, width=4)
+        self.bias = _Column(rows, np.float32, device, width=4)
+        self.greedy = np.ones(rows, dtype=bool)
+        self.filtered = np.zeros(rows, dtype=bool)
+        self.penalised = np.zeros(rows, dtype=bool)
+        self.biased = np.zeros(rows, dtype=bool)
+        self.has_min_len = np.zeros(rows, dtype=bool)
+        self.num_logprobs = np.full(rows, -1)  # -1: none wanted
+        self.bad_words: dict[int, list[list[int]]] = {}
+
+    def set(
+        self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int], bad: list[list[int]]
+    ) -> None:
+        self.temperature.set(row, params.temperature)
+        self.top_k.set(row, params.top_k or 0)
+        self.top_p.set(row, params.top_p)
+        self.log_min_p.set(row, np.log(params.min_p) if params.min_p > 0 else -np.inf)
+        self.repetition.set(row, params.repetition_penalty)
+        self.frequency.set(row, params.frequency_penalty)
+        self.presence.set(row, params.presence_penalty)
+        self.seed.set(row, seed)
+        self.prompt_len.set(row, prompt_len)
+        self.min_len.set(row, prompt_len + params.min_tokens)
+        self.stop_ids.set_list(row, stop_ids)
+        self.bias_ids.set_list(row, list(params.logit_bias))
+        self.bias.set_list(row, list(params.logit_bias.values()))
+        self.greedy[row] = params.temperature == 0
+        self.filtered[row] = params.top_k is not None or params.top_p < 1 or params.min_p > 0
+        self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self.biased[row] = bool(params.logit_bias)
+        self.has_min_len[row] = params.min_tokens > 0 and bool(stop_ids)
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.bad_words.pop(row, None)
+        if bad:
+            self.bad_words[row] = bad
+
+    def clear(self, row: int) -> None:
+        """Forget the row's costly features, so that rows to come don't pay for them."""
+        self.bad_words.pop(row, None)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """ids: int64 [R]. With log-probabilities wanted by some row, of the unmodified logits: logprob and rank [R] of the
+    chosen, and the top ids and log-probabilities [R, K]."""
+
+    ids: Tensor
+    logprob: Tensor | None = None
+    rank: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def to_host(self) -> Sampled:
+        """Start copying everything to pinned memory."""
+
+        def copy(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+        ids = copy(self.ids)
+        assert ids is not None
+        return Sampled(ids, copy(self.logprob), copy(self.rank), copy(self.top_ids), copy(self.top_logprobs))
+
+
+class Sampler:
+    """Chooses the next token of every row.
+
+    vocab_size: ids from there on are never chosen, nor are `forbidden_ids` (padding).
+    """
+
+    def __init__(self, table: SamplingTable, vocab_size: int, forbidden_ids: list[int], device: torch.device) -> None:
+        self.table = table
+        self.vocab_size = vocab_size
+        self.forbidden = torch.tensor(forbidden_ids, dtype=torch.int64, device=device)
+        self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
+
+    def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Sampled:
+        """logits: [R, >= vocab_size]. rows: int64 [R] into the table. lengths: int64 [R], tokens known, which is the
+        position of the chosen one. tokens: [table rows, max_seq_len + 1] int32, all known tokens by position."""
+        table = self.table
+        device = logits.device
+        row_ids = torch.from_numpy(rows).to(device, non_blocking=True)
+        positions = torch.from_numpy(lengths).to(device, non_blocking=True)
+        raw = logits[:, : self.vocab_size]
+        wanted = int(table.num_logprobs[rows].max(initial=-1))
+        scores = raw.clone() if wanted >= 0 and raw.dtype == torch.float32 else raw.float()
+        self._modify(scores, rows, lengths, row_ids, positions, tokens)
+        greedy = table.greedy[rows]
+        if greedy.all():
+            ids = scores.argmax(-1)
+        elif not greedy.any():
+            ids = self._draw(scores, rows, row_ids, positions)
+        else:
+            ids = scores.argmax(-1)
+            at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
+            ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
+        return Sampled(ids) if wanted < 0 else self._with_logprobs(raw, ids, wanted)
+
+    @staticmethod
+    def _with_logprobs(raw: Tensor, ids: Tensor, wanted: int) -> Sampled:
+        logprobs = raw.float().log_softmax(-1)
+        logprob = logprobs.gather(1, ids.unsqueeze(1))
+        top_logprobs, top_ids = logprobs.topk(max(wanted, 1), dim=-1)
+        rank = (logprobs > logprob).sum(-1) + 1
+        return Sampled(ids, logprob.squeeze(1), rank, top_ids, top_logprobs)
+
+    def _modify(
+        self, scores: Tensor, rows: np.ndarray, lengths: np.ndarray, row_ids: Tensor, positions: Tensor, tokens: Tensor
+    ) -> None:
+        """Penalties, bias and forbidden ids, in place."""
+        table = self.table
+        penalised, biased = table.penalised[rows], table.biased[rows]
+        early = table.has_min_len[rows] & (lengths < table.min_len.host[rows])
+        if penalised.any():
+            at = torch.from_numpy(np.flatnonzero(penalised)).to(scores.device)
+            longest = int(lengths[penalised].max())
+            scores[at] = self._penalise(scores[at], row_ids[at], positions[at], tokens[:, :longest])
+        if biased.any():
+            ids = table.bias_ids.device[row_ids]
+            scores.scatter_add_(1, ids, table.bias.device[row_ids])
+        if early.any():
+            stop = table.stop_ids.device[row_ids]
+            late = torch.from_numpy(~early).to(scores.device).unsqueeze(1) | (stop < 0)
+            _forbid(scores, stop.clamp(min=0), ~late)
+        if table.bad_words:
+            bad = [(i, word) for i, row in enumerate(rows.tolist()) for word in table.bad_words.get(row, ())]
+            if bad:
+                self._forbid_bad_words(scores, bad, row_ids, positions, tokens)
+        if len(self.forbidden):
+            scores[:, self.forbidden] = float("-inf")
+
+    def _penalise(self, scores: Tensor, row_ids: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Repetition over prompt and output (Keskar et al. 2019), frequency and presence over the output (OpenAI)."""
+        table = self.table
+        history = tokens[row_ids].long()
+        place = torch.arange(history.shape[1], device=scores.device)
+        known = place < positions.unsqueeze(1)
+        history = torch.where(known & (history < self.vocab_size), history, history[:, :1].clamp(max=self.vocab_size - 1))
+        seen = scores.gather(1, history)
+        penalty = table.repetition.device[row_ids].unsqueeze(1)
+        scores.scatter_(1, history, torch.where(seen > 0, seen / penalty, seen * penalty))
+        output = known & (place >= table.prompt_len.device[row_ids].unsqueeze(1))
+        counts = torch.zeros_like(scores).scatter_add_(1, history, output.float())
+        scores -= counts * table.frequency.device[row_ids].unsqueeze(1)
+        return scores.sub_((counts > 0) * table.presence.device[row_ids].unsqueeze(1))
+
+    @staticmethod
+    def _forbid_bad_words(
+        scores: Tensor, words: list[tuple[int, list[int]]], row_ids: Tensor, positions: Tensor, tokens: Tensor
+    ) -> None:
+        """Forbid the last token of every bad sequence whose others have just been generated."""
+        longest = max(len(word) for _, word in words) - 1
+        device = scores.device
+        at = torch.tensor([i for i, _ in words], device=device)
+        prefix = torch.tensor([[-1] * (longest - len(w) + 1) + w[:-1] for _, w in words], device=device)
+        place = positions[at].unsqueeze(1) + torch.arange(-longest, 0, device=device)
+        recent = tokens[row_ids[at].unsqueeze(1), place.clamp(min=0)]
+        match = ((recent == prefix) & (place >= 0) | (prefix < 0)).all(-1)
+        last = torch.tensor([word[-1] for _, word in words], device=device)
+        scores[at[match], last[match]] = float("-inf")
+
+    def _draw(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
+        """Gumbel-max over the filtered, tempered scores [R, V]."""
+        table = self.table
+        scores = scores / table.temperature.device[row_ids].unsqueeze(1)
+        filtered = table.filtered[rows]
+        if not filtered.any():
+            return self._draw_full(scores, row_ids, positions)
+        if filtered.all():
+            return self._draw_filtered(scores, row_ids, positions)
+        ids = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
+        for mask, draw in ((filtered, self._draw_filtered), (~filtered, self._draw_full)):
+            at = torch.from_numpy(np.flatnonzero(mask)).to(scores.device)
+            ids[at] = draw(scores[at], row_ids[at], positions[at])
+        return ids
+
+    def _draw_full(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
+        return gumbel_noise(self.table.seed.device[row_ids], positions, self.token_ids).add_(scores).argmax(-1)
+
+    def _draw_filtered(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
+        """Look at the likeliest candidates only; rows whose filters keep more than those are bisected."""
+        count = min(_CANDIDATES, scores.shape[1])
+        values, ids = scores.topk(count, dim=-1)
+        cutoff, whole = self._cutoff(scores, values, row_ids)
+        noise = gumbel_noise(self.table.seed.device[row_ids], positions, ids.to(torch.int32))
+        best = noise.add_(values).masked_fill_(values < cutoff, float("-inf")).argmax(-1, keepdim=True)
+        chosen = ids.gather(1, best).squeeze(1)
+        if count < scores.shape[1] and not whole.all():
+            at = (~whole).nonzero().squeeze(1)
+            rest = scores[at]
+            cutoff = self._bisect(rest, row_ids[at])
+            rest = rest.masked_fill_(rest < cutoff, float("-inf"))
+            chosen[at] = self._draw_full(rest, row_ids[at], positions[at])
+        return chosen
+
+    def _cutoff(self, scores: Tensor, values: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest score [R, 1] that the filters keep, and whether the candidates hold all that they keep [R].
+        Candidates of equal score are kept or dropped together."""
+        table = self.table
+        count = values.shape[1]
+        top_k = table.top_k.device[row_ids].unsqueeze(1)
+        narrow = (top_k > 0) & (top_k <= count)
+        kth = values.gather(1, torch.where(narrow, top_k, count) - 1)
+        inside = ~narrow | (values >= kth)
+        exp = (values - values[:, :1]).exp()
+        total = (scores - values[:, :1]).exp_().sum(-1, keepdim=True)
+        total = torch.where(narrow, (exp * inside).sum(-1, keepdim=True), total)
+        mass_before = exp.cumsum(-1).sub_(exp)
+        inside &= mass_before < table.top_p.device[row_ids].unsqueeze(1) * total
+        inside &= values >= values[:, :1] + table.log_min_p.device[row_ids].unsqueeze(1)
+        last = inside.sum(-1, keepdim=True).clamp_(min=1) - 1
+        cutoff = values.gather(1, last)
+        return cutoff, (values[:, -1:] < cutoff).squeeze(1)
+
+    def _bisect(self, scores: Tensor, row_ids: Tensor) -> Tensor:
+        """As `_cutoff`, without sorting: halve the range of scores until the kept mass and count are met."""
+        table = self.table
+        top = scores.max(-1, keepdim=True).values
+        top_k = table.top_k.device[row_ids].unsqueeze(1)
+        top_k = torch.where(top_k > 0, top_k, scores.shape[1])
+        finite = torch.where(scores.isfinite(), scores, top)
+        bottom = finite.min(-1, keepdim=True).values
+        cut_k = _largest_cut(bottom, top, lambda cut: (scores >= cut).sum(-1, keepdim=True) >= top_k)
+        exp = (scores - top).exp_().masked_fill_(scores < cut_k, 0)
+        wanted = exp.sum(-1, keepdim=True) * table.top_p.device[row_ids].unsqueeze(1)
+        cut_p = _largest_cut(bottom, top, lambda cut: (exp * (scores >= cut)).sum(-1, keepdim=True) >= wanted)
+        cut_p = torch.where(table.top_p.device[row_ids].unsqueeze(1) < 1, cut_p, bottom)
+        return torch.maximum(torch.maximum(cut_k, cut_p), top + table.log_min_p.device[row_ids].unsqueeze(1))
+
+
+def _largest_cut(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
+    """The largest cut, to fp32's last bits, for which the predicate holds; it holds at `low`."""
+    low = torch.where(holds(high), high, low)
+    for _ in range(40):
+        middle = (low + high) / 2
+        ok = holds(middle)
+        low, high = torch.where(ok, middle, low), torch.where(ok, high, middle)
+    return low
+
+
+def _forbid(scores: Tensor, ids: Tensor, where: Tensor) -> None:
+    """Set scores [R, V] at ids [R, K] to -inf where told; ids may repeat."""
+    hits = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device).scatter_add_(1, ids, where.int())
+    scores.masked_fill_(hits > 0, float("-inf"))

@@ -1,0 +1,307 @@
+"""Which sequences run how many tokens in a step, and which pages they may write.
+
+A prefill chunk and a decode step are the same: a run of tokens appended to a sequence. Running sequences that need one
+token come first, chunks of prompts share what is left of the token budget, and waiting sequences are admitted in the
+order of their keys (arrival, shifted by priority: every level waits at most `aging_seconds` longer than the one above).
+When the pool is exhausted, the running sequence with the last key is preempted and computed again later; the first
+never is, so that every step with work makes progress.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.kv_cache import KVSlotPool
+from engine.schemas import QueueFull
+from engine.sequence import Sequence, SequenceTable, Status
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The runs of a step, an entry each. Copies of pages come before the forward."""
+
+    rows: np.ndarray  # int64, into the SequenceTable
+    uids: np.ndarray  # int64, who had the row when this was planned
+    starts: np.ndarray  # int64, tokens computed before
+    counts: np.ndarray  # int64, tokens to compute
+    samples: np.ndarray  # bool: the run reaches the last known token, so that the next is sampled
+    lengths: np.ndarray  # int64, tokens known before: the position of the sampled one
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # source page, target page, tokens
+
+
+class Scheduler:
+    """Owns the queue, the rows and the pages of sequences. Not thread-safe: the engine holds its lock."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        pool: KVSlotPool,
+        *,
+        max_batched_tokens: int,
+        max_queued: int | None = None,
+        aging_seconds: float = 30.0,
+    ) -> None:
+        self.table, self.pool = table, pool
+        self.max_batched_tokens = max_batched_tokens
+        self.max_queued = max_queued
+        self.aging_seconds = aging_seconds
+        self.num_waiting = 0
+        self.preemptions = 0
+        self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they come up
+        self._free_rows = list(range(len(table.sequences) - 1, -1, -1))
+        self._pending: dict[bytes, Sequence] = {}  # full pages that a running sequence will compute
+
+    @property
+    def num_running(self) -> int:
+        return len(self.table.sequences) - len(self._free_rows)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self.num_waiting > 0 or self.num_running > 0
+
+    def pages_for(self, tokens: int) -> int:
+        """The most pages that a sequence of this many tokens holds at once."""
+        size = self.pool.page_size
+        pages = -(-tokens // size)
+        if self.pool.retention is not None:
+            pages = min(pages, -(-self.pool.retention // size) + 1)
+        return pages
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raise ValueError for a sequence that the whole pool could not hold."""
+        needed = self.pages_for(sequence.limit - 1)
+        if needed > self.pool.num_pages:
+            raise ValueError(
+                f"request can never fit: prompt and output of {sequence.limit} tokens need {needed} pages of "
+                f"{self.pool.page_size}, the pool has {self.pool.num_pages}"
+            )
+
+    def check_queue(self) -> None:
+        if self.max_queued is not None and self.num_waiting >= self.max_queued:
+            raise QueueFull(f"{self.num_waiting} requests are waiting, the bound is {self.max_queued}")
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, sequence)
+        self.num_waiting += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and give its row and pages back."""
+        if sequence.status is Status.RUNNING:
+            self._retire(sequence)
+        elif sequence.status is Status.WAITING:
+            self.num_waiting -= 1
+        sequence.status = Status.FINISHED
+
+    def plan(self, in_flight: bool) -> StepPlan | None:
+        """The next step; None when there is nothing to run, or when a preemption must wait until the step in flight
+        is committed."""
+        table = self.table
+        preemptions = self.preemptions
+        active = np.flatnonzero((table.uid >= 0) & (table.length < table.limit))
+        need = table.length[active] - table.computed[active]
+        decode = self._grow_decodes(active[need == 1], in_flight)
+        if decode is None:
+            return None
+        # prompts go on even when decodes alone fill the budget
+        budget = max(self.max_batched_tokens - len(decode), max(self.max_batched_tokens // 4, 1))
+        runs: list[tuple[int, int]] = []
+        copies: list[tuple[int, int, int]] = []
+        prefills = active[need > 1]
+        for row in prefills[np.lexsort((table.uid[prefills], table.key[prefills]))].tolist():
+            if budget > 0 and table.uid[row] >= 0:
+                count = self._grow_run(row, min(int(table.length[row] - table.computed[row]), budget), in_flight)
+                if count is None:
+                    return None
+                if count:
+                    runs.append((row, count))
+                    budget -= count
+        decode = decode[table.uid[decode] >= 0]
+        if self.preemptions == preemptions:
+            self._admit(budget, runs, copies)
+        if not len(decode) and not runs:
+            return None
+        rows = np.concatenate((decode, np.array([row for row, _ in runs], dtype=np.int64)))
+        counts = np.concatenate((np.ones_like(decode), np.array([count for _, count in runs], dtype=np.int64)))
+        starts, lengths = table.computed[rows], table.length[rows]
+        samples = starts + counts == lengths
+        table.computed[rows] += counts
+        table.length[rows[samples]] += 1
+        return StepPlan(rows, table.uid[rows], starts, counts, samples, lengths, copies)
+
+    def commit(self, plan: StepPlan, live: np.ndarray) -> None:
+        """Count the keys and values of a step's live runs, publish the pages they filled, let go of those that left
+        the window."""
+        table, size = self.table, self.pool.page_size
+        rows = plan.rows[live]
+        table.committed[rows] = plan.starts[live] + plan.counts[live]
+        filled = table.committed[rows] // size > table.published[rows]
+        prompt_end = table.prompt_len[rows]
+        ended = (plan.starts[live] < prompt_end) & (prompt_end <= table.committed[rows])
+        for row in rows[filled | ended].tolist():
+            self._publish(row, tail=bool(table.committed[row] >= table.prompt_len[row]))
+            self._leave_window(row)
+
+    def _grow_decodes(self, rows: np.ndarray, in_flight: bool) -> np.ndarray | None:
+        """A page for every row whose next token begins one; returns the rows that still run."""
+        table = self.table
+        while True:
+            crossing = rows[table.computed[rows] >= table.num_pages[rows] * self.pool.page_size]
+            if len(crossing) <= self.pool.available:
+                break
+            if in_flight:
+                return None
+            victim = self._last_running()
+            self._preempt(victim)
+            rows = rows[rows != victim]
+        if len(crossing):
+            table.page_table[crossing, table.num_pages[crossing]] = self.pool.allocate(len(crossing))
+            table.num_pages[crossing] += 1
+        return rows
+
+    def _grow_run(self, row: int, count: int, in_flight: bool) -> int | None:
+        """Pages for `count` more tokens of a running prompt, or for as many as can be had; None: commit first."""
+        table, pool = self.table, self.pool
+        while True:
+            room = int(table.num_pages[row] + pool.available) * pool.page_size - int(table.computed[row])
+            if count <= room:
+                break
+            if in_flight:
+                return None
+            victim = self._last_running()
+            if victim == row:
+                count = max(room, 0)
+                break
+            self._preempt(victim)
+        self._extend(row, int(table.computed[row]) + count)
+        return count
+
+    def _extend(self, row: int, tokens: int) -> None:
+        table = self.table
+        have = int(table.num_pages[row])
+        pages = self.pool.allocate(max(-(-tokens // self.pool.page_size) - have, 0))
+        table.page_table[row, have : have + len(pages)] = pages
+        table.num_pages[row] += len(pages)
+
+    def _admit(self, budget: int, runs: list[tuple[int, int]], copies: list[tuple[int, int, int]]) -> None:
+        deferred: list[Sequence] = []
+        while budget > 0 and self._free_rows and self._waiting and len(deferred) < len(self.table.sequences):
+            sequence = heapq.heappop(self._waiting)
+            if sequence.status is not Status.WAITING:
+                continue
+            outcome = self._admit_one(sequence, budget, copies)
+            if outcome is None:  # it waits for a prefix that is being computed; others may pass
+                deferred.append(sequence)
+            elif outcome == 0:
+                deferred.append(sequence)
+                break
+            else:
+                runs.append((sequence.row, outcome))
+                budget -= outcome
+        for sequence in deferred:
+            heapq.heappush(self._waiting, sequence)
+
+    def _admit_one(self, sequence: Sequence, budget: int, copies: list[tuple[int, int, int]]) -> int | None:
+        """Tokens to run; 0 when the pool has no room now, None to wait for another's pages."""
+        table, pool, size = self.table, self.pool, self.pool.page_size
+        count = len(sequence.tokens)
+        full = (count - 1) // size  # the last token is computed always: its logits are wanted
+        pages: list[int] = []
+        tail_page, tail = -1, 0
+        if pool.index is not None:
+            match = pool.index.match(sequence.digests[: full + 1], sequence.tokens[: count - 1], pool.retention)
+            pages, tail_page, tail = match.pages, match.tail_page, match.tail_tokens
+            if len(pages) < full and sequence.digests[len(pages) + 1] in self._pending:
+                return None
+        held = [page for page in pages if page >= 0]
+        pool.hold(held)
+        # what the admitted prompts are still to take is spoken for
+        running = np.flatnonzero(table.uid >= 0)
+        promised = sum(max(self.pages_for(int(n)) - int(have), 0) for n, have in self._prompts(running))
+        if len(running) and self.pages_for(count) - len(held) > pool.available - promised:
+            pool.release(np.array(held, dtype=np.int32))
+            return 0
+        row = self._free_rows.pop()
+        table.place(sequence, row)
+        sequence.status = Status.RUNNING
+        self.num_waiting -= 1
+        table.page_table[row, : len(pages)] = pages
+        table.num_pages[row] = table.published[row] = len(pages)
+        table.first_page[row] = len(pages) - len(held)
+        hit = len(pages) * size + tail
+        sequence.cached_tokens = hit
+        run = min(count - hit, budget, (len(pages) + pool.available) * size - hit)
+        if tail:
+            pool.touch(tail_page)
+        self._extend(row, hit + run)
+        if tail:
+            copies.append((tail_page, int(table.page_table[row, len(pages)]), tail))
+        table.computed[row] = table.committed[row] = hit
+        for digest in sequence.digests[len(pages) + 1 : full + 1]:
+            self._pending.setdefault(digest, sequence)
+        return run
+
+    def _prompts(self, running: np.ndarray) -> list[tuple[int, int]]:
+        """(known tokens, pages held) of the running sequences that are not through their prompts."""
+        table = self.table
+        rows = running[table.length[running] - table.computed[running] > 1]
+        held = table.num_pages[rows] - table.first_page[rows]
+        return list(zip(table.length[rows].tolist(), held.tolist(), strict=True))
+
+    def _last_running(self) -> int:
+        table = self.table
+        rows = np.flatnonzero(table.uid >= 0)
+        return int(rows[np.lexsort((table.uid[rows], table.key[rows]))[-1]])
+
+    def _preempt(self, row: int) -> None:
+        sequence = self.table.sequences[row]
+        assert sequence is not None
+        sequence.tokens = self.table.tokens[row, : self.table.length[row]].copy()
+        self._retire(sequence)
+        self.add(sequence)
+        self.preemptions += 1
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Give back the row and the pages of a running sequence; what they hold stays cached."""
+        row = sequence.row
+        self._publish(row, tail=True)
+        for digest in sequence.digests[int(self.table.published[row]) + 1 :]:
+            if self._pending.get(digest) is sequence:
+                del self._pending[digest]
+        self.pool.release(self.table.pages(row).copy())
+        self.table.remove(row)
+        self._free_rows.append(row)
+
+    def _publish(self, row: int, tail: bool) -> None:
+        """Tell the prefix index of pages filled by committed tokens and, with `tail`, of the one partly filled."""
+        table, pool, size = self.table, self.pool, self.pool.page_size
+        sequence = table.sequences[row]
+        if pool.index is None or sequence is None:
+            return
+        committed = int(table.committed[row])
+        tokens = table.tokens[row, :committed]
+        digests = sequence.digests
+        pool.index.extend(digests, tokens)
+        full = committed // size
+        for i in range(int(table.published[row]), full):
+            run = tokens[i * size : (i + 1) * size]
+            table.page_table[row, i] = pool.publish(int(table.page_table[row, i]), digests[i], run, digests[i + 1])
+            if self._pending.get(digests[i + 1]) is sequence:
+                del self._pending[digests[i + 1]]
+        table.published[row] = full
+        if tail and committed % size:
+            pool.publish(int(table.page_table[row, full]), digests[full], tokens[full * size :], None)
+
+    def _leave_window(self, row: int) -> None:
+        table, pool = self.table, self.pool
+        if pool.retention is None:
+            return
+        first = max(0, int(table.committed[row]) - pool.retention + 1) // pool.page_size
+        if first > table.first_page[row]:
+            gone = table.page_table[row, table.first_page[row] : first].copy()
+            table.page_table[row, table.first_page[row] : first] = -1
+            table.first_page[row] = first
+            pool.release(gone)

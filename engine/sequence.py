@@ -1,0 +1,102 @@
+"""A sequence: one request on its way through the engine, and the arrays that hold the running ones."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.schemas import GenerationRequest, TokenLogprobs
+from engine.tokenization import TextStream
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What Python keeps of a request. The steps work on the arrays of `SequenceTable`, a row a running sequence."""
+
+    uid: int
+    request: GenerationRequest
+    tag: int  # the caller's name for its tokens; -1: the engine keeps the result itself
+    tokens: np.ndarray  # int32, prompt and output as of the last time it was not running
+    prompt_len: int
+    limit: int  # tokens at which it ends: prompt + max_new_tokens, or the context
+    key: float  # the order of service: arrival, shifted by priority
+    seed: int
+    stop_ids: list[int]
+    bad_words: list[list[int]]
+    deadline: float
+    digests: list[bytes]  # chain over the full pages of `tokens`, root first
+    arrival: float
+    reader: TextStream | None = None  # cuts at stop strings when the caller does not
+    status: Status = Status.WAITING
+    row: int = -1
+    cached_tokens: int = 0
+    admitted: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __lt__(self, other: Sequence) -> bool:
+        return (self.key, self.uid) < (other.key, other.uid)
+
+
+class SequenceTable:
+    """The running sequences as arrays, one row each. `length`, `computed` and what depends on them are as planned: a
+    step in flight is counted already; `committed` is not."""
+
+    def __init__(self, rows: int, max_seq_len: int, max_pages: int, device: torch.device) -> None:
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.uid = np.full(rows, -1, dtype=np.int64)  # -1: a free row
+        self.tag = np.full(rows, -1, dtype=np.int64)
+        self.key = np.zeros(rows)
+        self.prompt_len = np.zeros(rows, dtype=np.int64)
+        self.limit = np.zeros(rows, dtype=np.int64)
+        self.length = np.zeros(rows, dtype=np.int64)  # known tokens
+        self.computed = np.zeros(rows, dtype=np.int64)  # tokens with keys and values in the pool
+        self.committed = np.zeros(rows, dtype=np.int64)
+        self.known = np.zeros(rows, dtype=np.int64)  # tokens that the host has seen
+        self.published = np.zeros(rows, dtype=np.int64)  # full pages in the prefix index
+        self.num_pages = np.zeros(rows, dtype=np.int64)  # entries of the page table, those that left included
+        self.first_page = np.zeros(rows, dtype=np.int64)  # entries before it have left the window
+        self.page_table = np.full((rows, max_pages), -1, dtype=np.int32)
+        self.fresh = np.zeros(rows, dtype=bool)  # its sampling parameters are still to be set
+        self.has_reader = np.zeros(rows, dtype=bool)
+        self.tokens = np.zeros((rows, max_seq_len + 1), dtype=np.int32)
+        # the same by the device: the sampler writes it, so that a step can follow one that is not committed yet
+        self.device_tokens = torch.from_numpy(self.tokens).to(device)
+
+    def place(self, sequence: Sequence, row: int) -> None:
+        """Give a sequence a row, with nothing computed."""
+        count = len(sequence.tokens)
+        sequence.row = row
+        self.sequences[row] = sequence
+        self.uid[row], self.tag[row], self.key[row] = sequence.uid, sequence.tag, sequence.key
+        self.prompt_len[row], self.limit[row] = sequence.prompt_len, sequence.limit
+        self.length[row] = self.known[row] = count
+        self.computed[row] = self.committed[row] = self.published[row] = 0
+        self.num_pages[row] = self.first_page[row] = 0
+        self.has_reader[row] = sequence.reader is not None
+        self.fresh[row] = True
+        self.tokens[row, :count] = sequence.tokens
+        if self.device_tokens.device.type != "cpu":
+            self.device_tokens[row, :count] = torch.from_numpy(sequence.tokens)
+
+    def remove(self, row: int) -> None:
+        sequence = self.sequences[row]
+        assert sequence is not None
+        sequence.row = -1
+        self.sequences[row] = None
+        self.uid[row] = self.tag[row] = -1
+        self.page_table[row, : self.num_pages[row]] = -1
+        self.has_reader[row] = False
+
+    def pages(self, row: int) -> np.ndarray:
+        """The pages that a row holds, in order."""
+        return self.page_table[row, self.first_page[row] : self.num_pages[row]]
