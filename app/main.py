@@ -1,0 +1,91 @@
+"""`build(args)`: the Serve application, for `serve run`, `serve deploy`, KubeRay and `llm-serve` alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ProxyLocation
+from starlette.applications import Starlette
+
+from app.ingress import build_asgi_app
+from app.placement import ROUTER_CLASS, EngineClient
+from app.replica import EngineReplica, build_engine, load_tokenizer
+from app.router import Router
+from app.settings import ServingConfig, check_bind
+
+ROUTERS_AT_MOST = 1024
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for options as in ServingConfig. Raises ConfigError, also when the proxy is open and keyless."""
+    return build_app(ServingConfig.from_options(args))
+
+
+def build_app(config: ServingConfig) -> serve.Application:
+    """The same for a ServingConfig."""
+    check_bind(_proxy_host() or config.host, config.api_key)
+    # Serve kills what drains longer than this: a stream may take as long as its request may.
+    common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
+    engine = serve.deployment(
+        _EngineReplica,
+        name="EngineReplica",
+        num_replicas=config.num_replicas,
+        # The engine bounds its queue itself. A pump counts as a request, one for each Router.
+        max_ongoing_requests=config.max_batch_size + config.max_queued_requests + ROUTERS_AT_MOST,
+        health_check_period_s=5,
+        request_router_config={"request_router_class": ROUTER_CLASS},
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if _wants_gpu(config) else 0},
+        **common,
+    )
+    router = serve.deployment(
+        serve.ingress()(_RouterIngress),
+        name="Router",
+        num_replicas=config.num_routers,
+        max_ongoing_requests=1_000_000,  # the Router sheds load itself, with a Retry-After
+        ray_actor_options={"num_cpus": 0},
+        **common,
+    )
+    return router.bind(config, engine.bind(config))
+
+
+class _EngineReplica(EngineReplica):
+    async def __init__(self, config: ServingConfig) -> None:  # type: ignore[misc]
+        engine, description = await asyncio.to_thread(build_engine, config)
+        super().__init__(engine, config, description)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _RouterIngress(Router):
+    async def __init__(self, config: ServingConfig, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        super().__init__(config, EngineClient(engines), tokenizer)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return build_asgi_app(self)
+
+
+def _proxy_host() -> str | None:
+    """The address Serve's proxies listen on, where Serve runs already; None where it doesn't, or has no proxies."""
+    if not ray.is_initialized():
+        return None
+    try:
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return None
+    options = ray.get(controller.get_http_config.remote())
+    if options.location == ProxyLocation.Disabled:
+        return None
+    return options.host or "0.0.0.0"
+
+
+def _wants_gpu(config: ServingConfig) -> bool:
+    if config.device == "auto":
+        return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= config.num_replicas
+    return config.device.startswith("cuda")

@@ -1,0 +1,334 @@
+"""EngineReplica: a thread that steps the engine, and a front that streams from it.
+
+This module imports no torch: the Router needs the message types, and thread settings must be in the environment before
+torch is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from app.settings import DUMMY_MODEL, ServingConfig
+from engine.schemas import GenerationRequest, GenerationResult, QueueFull, StepTokens, TokenLogprobs
+from engine.tokenization import HuggingFaceTokenizer, SimpleCharacterTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from engine.batch_engine import ContinuousBatchingEngine
+    from engine.models.decoder import DecoderModel
+
+logger = logging.getLogger(__name__)
+
+TAG_BITS = 40
+"""A tag is a pump's key above this many bits, and a counter below."""
+
+SEEN_TAGS = 65536
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A request that a replica didn't take. `status` is the HTTP status; 0: another attempt may succeed."""
+
+    status: int
+    message: str
+
+
+@dataclass(slots=True)
+class PumpMessage:
+    """What came since the last message, or nothing: then it is a heartbeat.
+
+    `tags`, `counts`, `tokens`, `logprobs` are as in StepTokens, but a tag may occur more than once, in order.
+    load: requests running or waiting at the replica. step_age: seconds since the engine last stepped or was idle.
+    """
+
+    load: int
+    step_age: float
+    tags: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Pump:
+    """The replica's end of one Router's stream: what the Router hasn't fetched yet, merged."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self._parts: list[StepTokens] = []
+
+    def put(self, part: StepTokens) -> None:
+        self._parts.append(part)
+        self.ready.set()
+
+    def take(self, load: int, step_age: float) -> PumpMessage:
+        parts, self._parts = self._parts, []
+        self.ready.clear()
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for part in parts:
+            for tag, values in part.logprobs.items():
+                logprobs.setdefault(tag, []).extend(values)
+        return PumpMessage(
+            load,
+            step_age,
+            _join([part.tags for part in parts], np.int64),
+            _join([part.counts for part in parts], np.int32),
+            _join([part.tokens for part in parts], np.int32),
+            logprobs,
+        )
+
+
+class EngineReplica:
+    """One engine and one model. A plain class: `app.main` makes a Serve deployment of it.
+
+    `await EngineReplica.create(config)` returns when the model is loaded and warm.
+    """
+
+    heartbeat_interval = 1.0
+
+    def __init__(self, engine: ContinuousBatchingEngine, config: ServingConfig, description: dict[str, Any]) -> None:
+        self.engine = engine
+        self.config = config
+        self.description = description
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
+        self._seen: dict[int, None] = {}
+        self._pumps: dict[int, Pump] = {}
+        self._inbox: deque[StepTokens] = deque()
+        self._scheduled = False
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._last_step = time.monotonic()
+        engine.set_token_sink(self._sink)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self._heart = self._loop.create_task(self._beat())
+
+    # --- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self.engine.wait_for_work(0.2):
+                    self.engine.step()
+                self._last_step = time.monotonic()
+        except BaseException as error:
+            self._failure = error
+            logger.exception("the engine's loop died")
+            self._loop.call_soon_threadsafe(self._fail_calls, error)
+
+    def _sink(self, step: StepTokens) -> None:
+        self._inbox.append(step)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    # --- the event loop's side
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        while self._inbox:
+            step = self._inbox.popleft()
+            for key, part in _split(step):
+                if (pump := self._pumps.get(key)) is not None:
+                    pump.put(part)
+            for tag, result in step.finished:
+                call = self._calls.get(tag)
+                if call is not None and not call.done():
+                    call.set_result(result)
+
+    def _fail_calls(self, error: BaseException) -> None:
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(RuntimeError(f"the engine died: {error!r}"))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_interval)
+            for pump in self._pumps.values():
+                pump.ready.set()
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the engine's thread last finished a step or found nothing to do."""
+        return time.monotonic() - self._last_step
+
+    async def describe(self, membership: None = None) -> dict[str, Any]:
+        """What is really running here."""
+        return self.description
+
+    async def generate(self, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
+        """Runs one request to its end; its tokens leave by the pump whose key is in `tag`. Cancelling aborts it."""
+        if tag >> TAG_BITS not in self._pumps:
+            return Refusal(0, "no pump is open for this tag")
+        if tag in self._seen:
+            return Refusal(0, "this attempt was here before")
+        if self._failure is not None:
+            return Refusal(0, "the engine has died")
+        self._seen[tag] = None
+        if len(self._seen) > SEEN_TAGS:
+            self._seen.pop(next(iter(self._seen)))
+        call: asyncio.Future[GenerationResult] = self._loop.create_future()
+        self._calls[tag] = call
+        request_id = _engine_id(tag)
+        try:
+            self.engine.add_request(request.model_copy(update={"request_id": request_id}), tag=tag)
+            return await call
+        except QueueFull as error:
+            return Refusal(429, str(error))
+        except ValueError as error:
+            return Refusal(400, str(error))
+        finally:
+            del self._calls[tag]
+            if not call.done() or call.cancelled():
+                self.engine.abort(request_id)
+
+    async def abort(self, tag: int) -> None:
+        """Ends a request early: its `generate` returns what there is, with finish reason abort."""
+        self.engine.abort(_engine_id(tag))
+
+    async def pump(self, key: int) -> AsyncIterator[PumpMessage]:
+        """The tokens of every request whose tag carries `key`; the first message, empty, says that it is open."""
+        if key in self._pumps:
+            raise ValueError("this key is taken")
+        pump = self._pumps[key] = Pump()
+        pump.ready.set()
+        try:
+            while True:
+                await pump.ready.wait()
+                yield pump.take(len(self._calls), self.step_age)
+        finally:
+            del self._pumps[key]
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Counters of this replica's engine."""
+        return {"engine": asdict(self.engine.stats()), "calls": len(self._calls), "pumps": len(self._pumps)}
+
+    def check_health(self) -> None:
+        """Serve calls this: raises when the engine's thread is dead or stuck."""
+        if self._failure is not None or not self._thread.is_alive():
+            raise RuntimeError(f"the engine's thread has died: {self._failure!r}")
+        if self.step_age > self.config.step_timeout:
+            raise RuntimeError(f"no step for {self.step_age:.0f} s")
+
+    def close(self) -> None:
+        """Stops the engine's thread after the step it is in."""
+        self._stop.set()
+        self._heart.cancel()
+        self._thread.join(timeout=10)
+
+
+def _engine_id(tag: int) -> str:
+    return f"{tag:x}"
+
+
+def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _split(step: StepTokens) -> list[tuple[int, StepTokens]]:
+    """A step's tokens by pump key; with one Router, which is the usual case, the arrays go on as they are."""
+    if not len(step.tags):
+        return []
+    keys = step.tags >> TAG_BITS
+    first = int(keys[0])
+    if (keys == first).all():
+        return [(first, step)]
+    parts = []
+    for key in np.unique(keys).tolist():
+        mine = keys == key
+        logprobs = {tag: values for tag, values in step.logprobs.items() if tag >> TAG_BITS == key}
+        tokens = step.tokens[np.repeat(mine, step.counts)]
+        parts.append((key, StepTokens(step.tags[mine], step.counts[mine], tokens, logprobs=logprobs)))
+    return parts
+
+
+def set_thread_environment(threads: int, wait_policy: str) -> None:
+    """OpenMP reads these once, when torch is loaded."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = wait_policy.upper()
+
+
+def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[str, Any]]:
+    """Loads model and tokenizer, builds the engine and warms it up. Also returns a description of what runs."""
+    threads = config.resolve_threads(len(os.sched_getaffinity(0)))
+    set_thread_environment(threads, config.omp_wait_policy)
+    config.check_files()
+    import torch
+
+    torch.set_num_threads(threads)
+    from engine.batch_engine import ContinuousBatchingEngine
+
+    tokenizer = load_tokenizer(config)
+    model = _load_model(config, tokenizer)
+    engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer)
+    engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    engine.result("warm-up")
+    stats = engine.stats()
+    parameters = list(model.parameters())
+    return engine, {
+        "model": config.model_names()[0],
+        "model_class": type(model).__name__,
+        "param_count_total": sum(p.numel() for p in parameters),
+        "param_count_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(parameters[0].device),
+        "max_seq_len": stats.max_seq_len,
+        "max_model_len": stats.max_seq_len,
+        "max_batch_size": stats.max_batch_size,
+        "page_size": stats.page_size,
+        "num_pages": stats.total_pages,
+        "attn_impl": config.attn_impl,
+        "mlp_impl": getattr(model.config, "mlp_impl", "mlp"),
+        "generation_backend": config.generation_backend,
+        "enable_prefix_cache": config.enable_prefix_cache,
+        "use_paged_attention": config.use_paged_attention,
+        "num_threads": torch.get_num_threads(),
+        "api_key_set": config.api_key is not None,
+    }
+
+
+def load_tokenizer(config: ServingConfig) -> Tokenizer:
+    """The tokenizer that goes with the configured model. Raises ValueError."""
+    if config.model == DUMMY_MODEL and config.tokenizer is None:
+        return SimpleCharacterTokenizer()
+    return HuggingFaceTokenizer(config.tokenizer or config.model, config.revision)
+
+
+def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> DecoderModel:
+    import torch
+
+    from engine.models.decoder import DecoderModel
+    from engine.models.loader import load_model
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.model != DUMMY_MODEL:
+        return load_model(
+            config.model, dtype=dtype, device=device, attn_impl=config.attn_impl, revision=config.revision
+        )
+    torch.manual_seed(0)
+    model = DecoderModel(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_seq_len=config.max_model_len or 2048,
+        attn_impl=config.attn_impl,
+    )
+    return model.to(device=device, dtype=dtype or torch.float32).eval()

@@ -1,0 +1,492 @@
+"""Router: admission, placement on a replica, and streams that outlive the replica that feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from app.placement import Membership, choose
+from app.replica import TAG_BITS, PumpMessage, Refusal
+from app.settings import ServingConfig
+from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, TokenLogprobs
+from engine.tokenization import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+KEY_BITS = 22
+MAX_ATTEMPTS = 5
+"""A request that loses this many replicas in a row is more likely the cause than the victim."""
+
+
+class Overloaded(QueueFull):
+    """No queue has room. `retry_after` is a guess, in whole seconds, of when one will."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(Exception):
+    """No replica is running yet, or any more."""
+
+
+class GenerationError(Exception):
+    """A generation that ended without a result; `status` is the HTTP status for it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engines(Protocol):
+    """What the Router needs of its replicas; `app.placement.EngineClient` is this over Serve."""
+
+    async def attach(self, membership: Membership) -> dict[str, Any]: ...
+
+    async def generate(self, replica_id: str, request: GenerationRequest, tag: int) -> GenerationResult | Refusal: ...
+
+    async def abort(self, replica_id: str, tag: int) -> None: ...
+
+    async def snapshot(self, replica_id: str) -> dict[str, Any]: ...
+
+    def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]: ...
+
+
+@dataclasses.dataclass(slots=True)
+class TextChunk:
+    """New text of a stream, and the tokens and log-probabilities that came with it."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class TextGeneration:
+    """One request on its way: an async iterator of text, whichever replicas it takes.
+
+    Chunks merge when the reader falls behind. After the last one `result` says how it ended. Raises GenerationError.
+    """
+
+    result: GenerationResult
+
+    def __init__(self, router: Router, request: GenerationRequest) -> None:
+        self.request = request
+        self.attempt = request.attempt
+        self.arrival = time.monotonic()
+        self._router = router
+        self._text = TextStream(router.tokenizer, request.prompt_ids or [], request, request.output_ids)
+        self._received = list(request.output_ids)
+        self._logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
+        self._unread: list[int] = []
+        self._unread_logprobs: list[TokenLogprobs] = []
+        self._changed = asyncio.Event()
+        self._outcome: GenerationResult | Exception | None = None
+        self._over = False
+        self._at: tuple[str, int] | None = None
+        self._stopper: asyncio.Task[None] | None = None
+        self._driver = asyncio.create_task(self._drive())
+        self._driver.add_done_callback(self._ended)
+
+    def __aiter__(self) -> TextGeneration:
+        return self
+
+    async def __anext__(self) -> TextChunk:
+        chunk = TextChunk("", [], None if self._logprobs is None else [])
+        while not self._over:
+            if self._unread:
+                self._read_into(chunk)
+                if chunk.text:
+                    return chunk
+            elif self._outcome is None:
+                await self._change()
+            else:
+                self._over = True
+                if isinstance(self._outcome, Exception):
+                    raise self._outcome
+                chunk.text += self._text.flush()
+                self._set_result(self._outcome)
+                if chunk.text or chunk.token_ids:
+                    return chunk
+        raise StopAsyncIteration
+
+    async def collect(self) -> GenerationResult:
+        """The result, without the chunks: this task wakes once, unless there are stop strings to look for."""
+        if not self.request.stop:
+            await asyncio.wait([self._driver])
+        async for _ in self:
+            pass
+        return self.result
+
+    async def started(self) -> None:
+        """Returns when there is something to read; raises what `Router.open` raises."""
+        while not self._unread and self._outcome is None:
+            await self._change()
+        if isinstance(self._outcome, Exception) and not self._unread:
+            self._over = True
+            raise self._outcome
+
+    async def aclose(self) -> None:
+        """Aborts the generation, wherever it is, unless it has ended. May be called again."""
+        self._over = True
+        self._driver.cancel()
+        await asyncio.wait([self._driver])
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _read_into(self, chunk: TextChunk) -> None:
+        ids, self._unread = self._unread, []
+        logprobs, self._unread_logprobs = self._unread_logprobs, []
+        delta = self._text.push(ids)
+        chunk.text += delta.text
+        chunk.token_ids += delta.tokens
+        if chunk.logprobs is not None:
+            chunk.logprobs += logprobs[: len(delta.tokens)]
+        if delta.stop is not None and self._outcome is None and self._at is not None:
+            # The call stays open for its reply, which has the usage.
+            self._stopper = asyncio.create_task(self._router.engines.abort(*self._at))
+
+    def _set_result(self, ended: GenerationResult) -> None:
+        kept = self._text.token_ids
+        if self._text.stop is not None:
+            ended = dataclasses.replace(ended, finish_reason=FinishReason.STOP, stop_reason=self._text.stop)
+        self.result = dataclasses.replace(
+            ended,
+            request_id=self.request.request_id,
+            text=self._text.text,
+            token_ids=kept,
+            attempt=self.attempt,
+            logprobs=None if self._logprobs is None else self._logprobs[: len(kept)],
+        )
+
+    # --- the writing side
+
+    def receive(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """New tokens of the current attempt."""
+        self._received += ids
+        self._unread += ids
+        if self._logprobs is not None and logprobs:
+            self._logprobs += logprobs
+            self._unread_logprobs += logprobs
+        self._changed.set()
+
+    async def _drive(self) -> None:
+        timeout = self.request.timeout
+        limit = self._router.config.request_timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(limit):
+                self._outcome = await self._run()
+        except TimeoutError:
+            status = 504 if timeout is None else 408
+            self._outcome = GenerationError(f"the request wasn't finished after {limit:g} s", status)
+        except Exception as error:
+            self._outcome = error
+
+    def _ended(self, driver: asyncio.Task[None]) -> None:
+        self._changed.set()
+        self._router.leave(self)
+
+    async def _run(self) -> GenerationResult:
+        """Attempts, one after the other, until one brings the result."""
+        full: set[str] = set()
+        failures = 0
+        while True:
+            link = await self._router.place(self.request, full)
+            reply = await self._try(link)
+            if self._text.stop is not None:
+                return reply if isinstance(reply, GenerationResult) else self._bare_result()
+            if isinstance(reply, GenerationResult) and reply.finish_reason is not FinishReason.ABORT:
+                if reply.finish_reason is FinishReason.ERROR:
+                    raise GenerationError(reply.error or "the engine failed", 500)
+                if reply.finish_reason is FinishReason.DEADLINE:
+                    raise TimeoutError
+                missing = reply.token_ids[len(self._received) :]
+                self.receive(missing, reply.logprobs[-len(missing) :] if missing and reply.logprobs else None)
+                return reply
+            if isinstance(reply, Refusal) and reply.status == 429:
+                full.add(link.replica_id)
+                continue
+            if isinstance(reply, Refusal) and reply.status == 400:
+                raise ValueError(reply.message)
+            failures += 1
+            if failures == MAX_ATTEMPTS:
+                raise GenerationError(f"{failures} attempts were lost with their replicas", 503)
+            self.attempt += 1
+            self._router.failovers += 1
+            if len(self._received) >= self.request.max_new_tokens:
+                return self._bare_result()
+            await asyncio.sleep(0.01 * 2**failures)
+
+    def _bare_result(self) -> GenerationResult:
+        """For a generation that is complete, though the replica died before it could say so."""
+        return GenerationResult("", "", [], FinishReason.LENGTH, len(self.request.prompt_ids or []))
+
+    async def _try(self, link: ReplicaLink) -> GenerationResult | Refusal | None:
+        """One attempt on one replica; None when it was lost."""
+        tag = link.new_tag()
+        request = self.request.model_copy(
+            update={"output_ids": list(self._received), "attempt": self.attempt, "stop": [], "timeout": None}
+        )
+        call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag))
+        link.attempts[tag] = (self, call)
+        self._at = link.replica_id, tag
+        try:
+            await asyncio.wait([call])
+            if call.cancelled():
+                return None
+            if (error := call.exception()) is not None:
+                logger.warning("attempt %d on %s was lost: %r", self.attempt, link.replica_id, error)
+                return None
+            return call.result()
+        finally:
+            del link.attempts[tag]
+            if not call.done():
+                call.cancel()
+                await asyncio.wait([call])
+
+
+class ReplicaLink:
+    """One replica as this Router sees it: its pump, its load, and the attempts that are there."""
+
+    def __init__(self, router: Router, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.attempts: dict[int, tuple[TextGeneration, asyncio.Task[Any]]] = {}
+        self.leaving = False
+        self.is_open = False
+        self.step_age = 0.0
+        self.last_message = time.monotonic()
+        self._others = 0
+        self._router = router
+        self._key = 0
+        self._counter = itertools.count()
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def load(self) -> int:
+        return self._others + len(self.attempts)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the replica was last heard of."""
+        return time.monotonic() - self.last_message
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_open and not self.leaving and self.silence < self._router.config.heartbeat_timeout
+
+    def new_tag(self) -> int:
+        return self._key << TAG_BITS | next(self._counter)
+
+    def lose_attempts(self) -> None:
+        """Gives up what runs there; each request goes on with another attempt."""
+        for _, call in self.attempts.values():
+            call.cancel()
+
+    async def _run(self) -> None:
+        delay = 0.05
+        while not self.leaving:
+            self._key = random.getrandbits(KEY_BITS)
+            self._counter = itertools.count()
+            try:
+                async for message in self._router.engines.pump(self.replica_id, self._key):
+                    self._dispatch(message)
+                    delay = 0.05
+                    if self.leaving and not self.attempts:
+                        break
+            except Exception as error:
+                logger.warning("the pump of %s broke: %r", self.replica_id, error)
+            finally:
+                self.is_open = False
+                self.lose_attempts()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 1.0)
+
+    def _dispatch(self, message: PumpMessage) -> None:
+        was_usable = self.is_usable
+        self.last_message = time.monotonic()
+        self.is_open = True
+        self.step_age = message.step_age
+        self._others = max(0, message.load - len(self.attempts))
+        if not was_usable:
+            self._router.usable.set()
+        if not len(message.tags):
+            return
+        tokens = message.tokens.tolist()
+        start = 0
+        for tag, count in zip(message.tags.tolist(), message.counts.tolist(), strict=True):
+            end = start + count
+            if (attempt := self.attempts.get(tag)) is not None:
+                attempt[0].receive(tokens[start:end], message.logprobs.pop(tag, None))
+            start = end
+
+
+class Router:
+    """Takes requests and finds each a replica. A plain class: `app.main` makes the Serve ingress of it."""
+
+    def __init__(self, config: ServingConfig, engines: Engines, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.engines = engines
+        self.tokenizer = tokenizer
+        self.max_model_len = config.max_model_len or 0
+        self.description: dict[str, Any] = {}
+        self.failovers = 0
+        self._links: dict[str, ReplicaLink] = {}
+        self._closing: set[ReplicaLink] = set()
+        self._live: set[TextGeneration] = set()
+        self._ended: list[float] = []
+        self.usable = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._join()), asyncio.create_task(self._watch())]
+
+    @property
+    def model_names(self) -> list[str]:
+        return self.config.model_names()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would find a replica now."""
+        return bool(self.description) and any(link.is_usable for link in self._links.values())
+
+    async def open(self, request: GenerationRequest) -> TextGeneration:
+        """Starts a request that has prompt_ids; returns when its first tokens are there, or its end.
+
+        ValueError: it can never be served. Overloaded: try later. Unavailable: nothing is running. GenerationError.
+        """
+        await self._wait_ready(self.config.heartbeat_timeout)
+        length = len(request.prompt_ids or [])
+        if length + request.max_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt of {length} tokens and max_new_tokens {request.max_new_tokens} together exceed "
+                f"the context of {self.max_model_len} tokens"
+            )
+        places = max(1, len(self._links)) * (self._batch_size + self.config.max_queued_requests)
+        if len(self._live) >= places:
+            raise self._overloaded()
+        if request.seed is None:
+            request = request.model_copy(update={"seed": random.getrandbits(63)})
+        generation = TextGeneration(self, request)
+        self._live.add(generation)
+        try:
+            await generation.started()
+        except BaseException:
+            await generation.aclose()
+            raise
+        return generation
+
+    async def _wait_ready(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.ready:
+                    await self._wait_usable()
+        except TimeoutError:
+            raise Unavailable("no replica is ready") from None
+
+    async def alive(self) -> tuple[bool, dict[str, Any]]:
+        """Whether some replica's engine is stepping, and what is known of each."""
+        replicas = {
+            link.replica_id: {"silence": round(link.silence, 3), "step_age": round(link.step_age, 3), "load": link.load}
+            for link in self._links.values()
+        }
+        alive = any(link.is_usable and link.step_age < self.config.step_timeout for link in self._links.values())
+        return alive, {"replicas": replicas}
+
+    async def snapshot(self, timeout: float = 2.0) -> dict[str, dict[str, Any]]:
+        """Counters and metrics of every replica that answers in time, by replica id."""
+        names = list(self._links)
+        calls = [asyncio.wait_for(self.engines.snapshot(name), timeout) for name in names]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, dict)}
+
+    async def close(self) -> None:
+        """Ends everything; running generations are aborted."""
+        for generation in list(self._live):
+            await generation.aclose()
+        self._closing.update(self._links.values())
+        for link in self._closing:
+            link.leaving = True
+        tasks = [*self._tasks, *(link.task for link in self._closing)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    # --- for TextGeneration and ReplicaLink
+
+    async def place(self, request: GenerationRequest, full: set[str]) -> ReplicaLink:
+        """A usable replica outside of `full`; waits for one when there is none at all."""
+        while True:
+            usable = [link for link in self._links.values() if link.is_usable]
+            if free := [link for link in usable if link.replica_id not in full]:
+                return choose(free, request)
+            if usable:
+                raise self._overloaded()
+            await self._wait_usable()
+
+    async def _wait_usable(self) -> None:
+        self.usable.clear()
+        await self.usable.wait()
+
+    def leave(self, generation: TextGeneration) -> None:
+        """A generation has ended."""
+        self._live.discard(generation)
+        self._ended.append(time.monotonic())
+        del self._ended[:-64]
+        self._close_idle()
+
+    # --- replicas come and go
+
+    async def _join(self) -> None:
+        membership = Membership(self._set_replicas)
+        while not self.description:
+            try:
+                description = await self.engines.attach(membership)
+                self.max_model_len = description["max_model_len"]
+                self.description = description
+                self.usable.set()
+            except Exception:
+                logger.exception("no replica could be asked what it runs; asking again")
+                await asyncio.sleep(1.0)
+
+    def _set_replicas(self, replica_ids: frozenset[str]) -> None:
+        for replica_id in self._links.keys() - replica_ids:
+            link = self._links.pop(replica_id)
+            link.leaving = True
+            self._closing.add(link)
+        for replica_id in replica_ids - self._links.keys():
+            self._links[replica_id] = ReplicaLink(self, replica_id)
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        """A replica that leaves drains until nothing is open there, so an idle pump must go at once."""
+        for link in [link for link in self._closing if not link.attempts]:
+            self._closing.discard(link)
+            link.task.cancel()
+
+    async def _watch(self) -> None:
+        """A replica that is silent, though its process may live, loses its requests if there is another one."""
+        while True:
+            await asyncio.sleep(self.config.heartbeat_timeout / 4)
+            usable = any(link.is_usable for link in self._links.values())
+            for link in [*self._links.values(), *self._closing]:
+                if usable and link.attempts and link.silence > self.config.heartbeat_timeout:
+                    logger.warning("%s is silent for %.1f s: its requests move", link.replica_id, link.silence)
+                    link.lose_attempts()
+            self._close_idle()
+
+    @property
+    def _batch_size(self) -> int:
+        return 1 if self.config.generation_backend == "eager" else self.config.max_batch_size
+
+    def _overloaded(self) -> Overloaded:
+        now = time.monotonic()
+        recent = [moment for moment in self._ended if now - moment < 30]
+        rate = len(recent) / max(now - recent[0], 0.1) if recent else 0.0
+        waiting = max(1, len(self._live) - self._batch_size * max(1, len(self._links)))
+        wait = waiting / rate / 2 if rate else 1.0
+        return Overloaded("every queue is full", min(60, max(1, math.ceil(wait))))

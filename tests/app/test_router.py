@@ -1,0 +1,311 @@
+"""The Router and EngineReplica with engines of a few lines, in one process and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from app.replica import EngineReplica
+from app.router import GenerationError, Overloaded, Router, TextGeneration, Unavailable
+from app.settings import ServingConfig
+from engine.schemas import FinishReason, GenerationRequest
+from tests.app.fakes import TOKENIZER, FakeEngine, LocalEngines, expected_tokens
+
+
+@pytest.fixture(autouse=True)
+def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineReplica, "heartbeat_interval", 0.05)
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[LocalEngines]:
+    config = ServingConfig(model="dummy", heartbeat_timeout=0.5, max_batch_size=64, max_queued_requests=8)
+    engines = LocalEngines(config)
+    yield engines
+    for gate in engines.frozen.values():
+        gate.set()
+    for replica in engines.replicas.values():
+        replica.engine.gate.set()  # type: ignore[attr-defined]
+    engines.close()
+
+
+@pytest.fixture
+async def router(engines: LocalEngines) -> AsyncIterator[Router]:
+    router = Router(engines.config, engines, TOKENIZER)
+    yield router
+    await router.close()
+
+
+def request(prompt: str = "hello", **fields: object) -> GenerationRequest:
+    fields = {"max_new_tokens": 20, "seed": 5, **fields}
+    return GenerationRequest(prompt_ids=TOKENIZER.encode(prompt), **fields)  # type: ignore[arg-type]
+
+
+async def read(generation: TextGeneration) -> str:
+    return "".join([chunk.text async for chunk in generation])
+
+
+async def wait_until(condition: object) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_is_the_tokens_of_the_engine(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    asked = request()
+    generation = await router.open(asked)
+    tokens, text = [], ""
+    async for chunk in generation:
+        tokens += chunk.token_ids
+        text += chunk.text
+    assert tokens == expected_tokens(asked) == generation.result.token_ids
+    assert text == TOKENIZER.decode(expected_tokens(asked)) == generation.result.text
+    assert generation.result.finish_reason is FinishReason.LENGTH
+    assert (generation.result.prompt_tokens, generation.result.cached_tokens) == (5, 4)
+    assert generation.result.request_id == asked.request_id
+
+
+async def test_chunks_merge_for_a_slow_reader(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    asked = request(max_new_tokens=100)
+    generation = await router.open(asked)
+    await wait_until(lambda: generation._outcome is not None)
+    chunks = [chunk async for chunk in generation]
+    assert len(chunks) == 1
+    assert chunks[0].token_ids == expected_tokens(asked)
+
+
+async def test_collect_equals_reading(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    for stop in ([], ["!never there!"]):
+        result = await (await router.open(request(stop=stop))).collect()
+        assert result.token_ids == expected_tokens(request())
+
+
+async def test_a_stop_string_cuts_and_aborts(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a", FakeEngine(step_time=0.005))
+    asked = request(max_new_tokens=200)
+    whole = TOKENIZER.decode(expected_tokens(asked))
+    stop = whole[30:33]
+    cut = whole.index(stop)
+    generation = await router.open(asked.model_copy(update={"stop": [stop]}))
+    assert await read(generation) == whole[:cut]
+    result = generation.result
+    assert (result.finish_reason, result.stop_reason) == (FinishReason.STOP, stop)
+    assert result.token_ids == expected_tokens(asked)[: cut + 3]
+    assert result.cached_tokens == 4  # from the reply of the aborted call
+    await wait_until(lambda: not engine.rows)
+    assert engine.aborts == 1
+
+
+async def test_what_can_never_fit_is_a_value_error(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    with pytest.raises(ValueError, match="prompt of 5 tokens and max_new_tokens 300 .* context of 256"):
+        await router.open(request(max_new_tokens=300))
+    with pytest.raises(ValueError, match="bad_words"):
+        await router.open(request(bad_words=["x"]))
+    assert not router._live
+
+
+async def test_full_queues_say_when_to_come_back(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(limit=3, step_time=0.01))
+    engines.add("b", FakeEngine(limit=3, step_time=0.01))
+    await wait_until(lambda: len([link for link in router._links.values() if link.is_usable]) == 2)
+    first = [await router.open(request(max_new_tokens=200)) for _ in range(6)]
+    with pytest.raises(Overloaded) as refused:
+        await router.open(request())
+    assert refused.value.retry_after >= 1
+    for generation in first:
+        await generation.aclose()
+
+
+async def test_the_router_bounds_what_it_holds(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a")
+    await wait_until(lambda: router.ready)
+    engine.gate.clear()
+    opens = [asyncio.create_task(router.open(request())) for _ in range(72)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded):
+        await router.open(request())
+    for task in opens:
+        task.cancel()
+    engine.gate.set()
+    await asyncio.wait(opens)
+    await wait_until(lambda: not router._live and not engine.rows)
+
+
+async def test_no_replica_is_unavailable(router: Router) -> None:
+    with pytest.raises(Unavailable):
+        await router.open(request())
+    assert (await router.alive())[0] is False
+
+
+async def test_closing_aborts_in_the_engine(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a")
+    generation = await router.open(request(max_new_tokens=200))
+    await anext(generation)
+    await generation.aclose()
+    await generation.aclose()
+    await wait_until(lambda: not engine.rows)
+    assert engine.aborts == 1
+    assert not router._live
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+
+
+async def test_cancelling_open_aborts_in_the_engine(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a")
+    await wait_until(lambda: router.ready)
+    engine.gate.clear()
+    opening = asyncio.create_task(router.open(request()))
+    await wait_until(lambda: engine.rows)
+    opening.cancel()
+    engine.gate.set()
+    await wait_until(lambda: not engine.rows)
+    assert not router._live
+
+
+async def test_a_deadline_ends_a_request_and_frees_the_engine(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a", FakeEngine(step_time=0.05))
+    generation = await router.open(request(max_new_tokens=200, timeout=0.3))
+    with pytest.raises(GenerationError) as ended:
+        await read(generation)
+    assert ended.value.status == 408
+    await wait_until(lambda: not engine.rows)
+
+
+async def test_a_killed_replica_costs_nothing_but_time(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(step_time=0.005))
+    engines.add("b", FakeEngine(step_time=0.005))
+    await wait_until(lambda: len([link for link in router._links.values() if link.is_usable]) == 2)
+    asked = [request(f"prompt {i}", max_new_tokens=100, seed=i) for i in range(16)]
+    generations = [await router.open(each) for each in asked]
+    assert {link.load for link in router._links.values()} == {8}
+    reads = [asyncio.create_task(read(generation)) for generation in generations]
+    await asyncio.sleep(0.1)
+    engines.kill("a")
+    texts = await asyncio.gather(*reads)
+    for each, text, generation in zip(asked, texts, generations, strict=True):
+        assert text == TOKENIZER.decode(expected_tokens(each))
+        assert generation.result.token_ids == expected_tokens(each)
+        assert generation.result.prompt_tokens == len(each.prompt_ids or [])
+    assert router.failovers == 8
+    resumed = [each for each in engines.engine("b").added if each.attempt == 1]
+    assert len(resumed) == 8
+    assert all(each.output_ids for each in resumed)
+
+
+async def test_the_last_replica_dies_and_comes_back(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(step_time=0.005))
+    asked = request(max_new_tokens=100)
+    generation = await router.open(asked)
+    await anext(generation)
+    engines.kill("a")
+    await asyncio.sleep(0.2)
+    engines.add("c")
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+
+
+async def test_a_frozen_replica_loses_its_requests_and_is_not_believed(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(step_time=0.01))
+    asked = request(max_new_tokens=150)
+    generation = await router.open(asked)
+    engines.frozen["a"].clear()
+    engines.add("b")
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+    assert router.failovers == 1
+    engines.frozen["a"].set()  # it wakes, and has tokens of the old attempt in its pump
+    await wait_until(lambda: all(link.is_usable for link in router._links.values()))
+    assert (await (await router.open(asked)).collect()).token_ids == expected_tokens(asked)
+
+
+async def test_a_lone_silent_replica_keeps_its_requests(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(step_time=0.01))
+    asked = request(max_new_tokens=50)
+    generation = await router.open(asked)
+    engines.frozen["a"].clear()
+    await asyncio.sleep(1.0)
+    engines.frozen["a"].set()
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+    assert router.failovers == 0
+
+
+async def test_a_leaving_replica_ends_its_streams_and_then_loses_its_pump(
+    router: Router, engines: LocalEngines
+) -> None:
+    engines.add("a", FakeEngine(step_time=0.01))
+    asked = request(max_new_tokens=60)
+    generation = await router.open(asked)
+    engines.add("b")
+    await wait_until(lambda: "b" in router._links and router._links["b"].is_usable)
+    engines.leave("a")
+    await wait_until(lambda: "a" not in router._links)
+    assert (await (await router.open(request())).collect()).token_ids == expected_tokens(request())
+    assert len(engines.engine("b").added) == 1
+    assert engines.replicas["a"]._pumps
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+    await wait_until(lambda: not engines.replicas["a"]._pumps)
+    assert router.failovers == 0
+
+
+async def test_an_idle_leaving_replica_loses_its_pump_at_once(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    engines.add("b")
+    await wait_until(lambda: len([link for link in router._links.values() if link.is_usable]) == 2)
+    engines.leave("a")
+    await wait_until(lambda: not engines.replicas["a"]._pumps)
+
+
+async def test_an_attempt_is_taken_once(engines: LocalEngines) -> None:
+    """Serve may send a unary call a second time when a connection breaks."""
+    engines.add("a")
+    replica = engines.replicas["a"]
+    pump = replica.pump(3)
+    await anext(pump)
+    tag = 3 << 40 | 1
+    asked = request()
+    first = await replica.generate(asked, tag)
+    assert first.token_ids == expected_tokens(asked)  # type: ignore[union-attr]
+    second = await replica.generate(asked, tag)
+    assert (second.status, second.message) == (0, "this attempt was here before")  # type: ignore[union-attr]
+    assert (await replica.generate(asked, 4 << 40)).message == "no pump is open for this tag"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="taken"):
+        await anext(replica.pump(3))
+    await pump.aclose()  # type: ignore[attr-defined]
+    assert not replica._pumps
+
+
+async def test_two_routers_share_a_replica(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(step_time=0.005))
+    other = Router(engines.config, engines, TOKENIZER)
+    try:
+        await wait_until(lambda: other.ready)
+        asked = [request(f"{i}", max_new_tokens=50, seed=i) for i in range(6)]
+        opened = [await (router, other)[i % 2].open(each) for i, each in enumerate(asked)]
+        for each, generation in zip(asked, opened, strict=True):
+            assert (await generation.collect()).token_ids == expected_tokens(each)
+    finally:
+        await other.close()
+
+
+async def test_a_dead_engine_thread_is_unhealthy_and_its_requests_move(router: Router, engines: LocalEngines) -> None:
+    broken = engines.add("a", FakeEngine(step_time=0.01))
+    asked = request(max_new_tokens=100)
+    generation = await router.open(asked)
+    engines.replicas["a"].check_health()
+    broken.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    engines.add("b")
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        engines.replicas["a"].check_health()
+
+
+async def test_seeds_are_drawn_at_admission(router: Router, engines: LocalEngines) -> None:
+    engine = engines.add("a")
+    for _ in range(2):
+        await (await router.open(request(seed=None))).collect()
+    seeds = [each.seed for each in engine.added]
+    assert None not in seeds and seeds[0] != seeds[1]
