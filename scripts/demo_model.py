@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def convert(source: Path, target: Path, work: Path) -> None:
 
 def main(models: Path) -> None:
     models.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the partial folder goes away
     source, target = models / Path(MEMBER).name, models / NAME
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=models) as work:
         if not source.exists() or sha256(source) != SHA256:

