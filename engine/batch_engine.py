@@ -24,8 +24,8 @@ from engine.kv_cache import KVSlotPool, PrefixIndex
 from engine.models.decoder import DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import Sampled, Sampler, SamplingTable, draw_seed
-from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.scheduler import Scheduler, StepPlan
+from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
 from engine.tokenization import TextStream, Tokenizer
 
@@ -451,9 +451,7 @@ class ContinuousBatchingEngine:
             self._end(sequence, FinishReason.ERROR, int(self.table.known[row]), error=str(error))
             return False
 
-    def _record_logprobs(
-        self, rows: np.ndarray, sampled: Sampled, at: np.ndarray
-    ) -> dict[int, list[TokenLogprobs]]:
+    def _record_logprobs(self, rows: np.ndarray, sampled: Sampled, at: np.ndarray) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the rows that want them; returns those of tagged requests."""
         assert sampled.logprob is not None and sampled.rank is not None
         assert sampled.top_ids is not None and sampled.top_logprobs is not None

@@ -68,7 +68,7 @@ class _Column:
     def __init__(self, rows: int, dtype: type, device: torch.device, fill: float = 0, width: int | None = None) -> None:
         self.device_type = device
         self.fill = fill
-        self.host = np.full(rows if width is None else (rows, width), fill, dtype=dtype)
+        self.host: np.ndarray = np.full(rows if width is None else (rows, width), fill, dtype=dtype)
         self.device = torch.from_numpy(self.host).to(device)
 
     def set(self, row: int, value: float) -> None:
@@ -133,7 +133,11 @@ class SamplingTable:
         self.bias.set_list(row, list(params.logit_bias.values()))
         self.greedy[row] = params.temperature == 0
         self.filtered[row] = params.top_k is not None or params.top_p < 1 or params.min_p > 0
-        self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
+            1,
+            0,
+            0,
+        )
         self.biased[row] = bool(params.logit_bias)
         self.has_min_len[row] = params.min_tokens > 0 and bool(stop_ids)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -243,7 +247,9 @@ class Sampler:
         history = tokens[row_ids].long()
         place = torch.arange(history.shape[1], device=scores.device)
         known = place < positions.unsqueeze(1)
-        history = torch.where(known & (history < self.vocab_size), history, history[:, :1].clamp(max=self.vocab_size - 1))
+        history = torch.where(
+            known & (history < self.vocab_size), history, history[:, :1].clamp(max=self.vocab_size - 1)
+        )
         seen = scores.gather(1, history)
         penalty = table.repetition.device[row_ids].unsqueeze(1)
         scores.scatter_(1, history, torch.where(seen > 0, seen / penalty, seen * penalty))

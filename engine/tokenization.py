@@ -139,13 +139,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str | Path, revision: str | None = None) -> None:
-        from transformers import AutoTokenizer
-
-        folder, extra = str(path), {}
-        if folder.endswith(".gguf"):
-            folder, extra = str(Path(path).parent), {"gguf_file": Path(path).name}
+        load = _load_gguf if str(path).endswith(".gguf") else _load_pretrained
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False, **extra)
+            self.hf, eos = load(str(path), revision)
         except Exception as error:  # the library raises whatever a broken or missing file makes it run into
             raise ValueError(f"no tokenizer can be loaded from {str(path)!r}: {error}") from error
         if not getattr(self.hf, "is_fast", False):
@@ -160,8 +156,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_token_ids = frozenset(i for i, token in self._added.items() if token.special)
         self.bos_token_id: int | None = self.hf.bos_token_id
         self.pad_token_id: int | None = self.hf.pad_token_id
-        eos = _ids(self.hf.eos_token_id) | (_gguf_eos(path) if extra else _config_eos(folder, revision))
-        self.eos_token_ids = frozenset(eos)
+        self.eos_token_ids = frozenset(eos | _ids(self.hf.eos_token_id))
         self.has_chat_template = bool(self.hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -472,20 +467,34 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else {value} if isinstance(value, int) else set(value)
 
 
-def _config_eos(path: str, revision: str | None) -> set[int]:
+def _read_folder(path: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+
+
+def _read_gguf(path: Path) -> Any:
+    from engine.models.gguf import gguf_tokenizer
+
+    return gguf_tokenizer(path)
+
+
+def _load_pretrained(path: str, revision: str | None) -> tuple[Any, set[int]]:
+    from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
-    found: set[int] = set()
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    eos: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            found |= _ids(json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id"))
-    return found
+            eos |= _ids(json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id"))
+    return tokenizer, eos
 
 
-def _gguf_eos(path: str | Path) -> set[int]:
-    from gguf import GGUFReader
+def _load_gguf(path: str, revision: str | None) -> tuple[Any, set[int]]:
+    from engine.models.gguf import gguf_tokenizer, read_header
 
-    reader = GGUFReader(path)
-    fields = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return {int(found.contents()) for found in fields if found is not None}
+    metadata = read_header(Path(path))[0]
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    return gguf_tokenizer(Path(path)), {metadata[key] for key in keys if key in metadata}

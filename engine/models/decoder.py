@@ -1,7 +1,7 @@
 """One Llama-shaped decoder for every family: what differs between them is data in its config.
 
-There is one token path. `hidden_states` takes packed runs of tokens and reads and writes pages; `forward` with caches is
-a thin front on it, and without caches the same layers run as an ordinary differentiable forward.
+There is one token path. `hidden_states` takes packed runs of tokens and reads and writes pages; `forward` with caches
+is a thin front on it, and without caches the same layers run as an ordinary differentiable forward.
 """
 
 from __future__ import annotations
@@ -133,6 +133,18 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class _Body(nn.Module):
+    """What Hugging Face's names put under `model.`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers: list[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config, layer) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
 class DecoderModel(nn.Module):
     """A decoder language model. Parameter names are those of Hugging Face's Llama.
 
@@ -157,10 +169,7 @@ class DecoderModel(nn.Module):
 
     def _build(self) -> None:
         config = self.config
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = _Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
