@@ -150,20 +150,17 @@ def _any_ids(tokenizer: HuggingFaceTokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20)
 
 
-def _repaired(tokenizer: HuggingFaceTokenizer, ids: list[int], skip: bool) -> str:
-    """What transformers says, with broken runs of byte-fallback tokens read as UTF-8 instead of all U+FFFD."""
-    text, run = "", b""
-    pieces = [
-        "" if skip and token_id in tokenizer.hf.all_special_ids else piece
-        for token_id, piece in zip(ids, tokenizer.hf.convert_ids_to_tokens(ids), strict=True)
-    ]
-    for piece in [piece for piece in pieces if piece] + [""]:
-        if piece.startswith("<0x"):
-            run += bytes([int(piece[3:5], 16)])
-        else:
-            text += run.decode("utf-8", "replace") + piece.replace("▁", " ")
-            run = b""
-    return text.removeprefix(" ")
+def _reference(tokenizer: HuggingFaceTokenizer, ids: list[int], skip: bool = True) -> str:
+    """What transformers says, but with broken runs of byte-fallback tokens read as UTF-8 instead of all U+FFFD."""
+    text = tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    if BROKEN not in text or not isinstance(tokenizer.hf, LlamaTokenizer):
+        return text
+    if skip:
+        ids = [token_id for token_id in ids if token_id not in tokenizer.hf.all_special_ids]
+    data = b""
+    for piece in tokenizer.hf.convert_ids_to_tokens(ids):
+        data += bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+    return data.decode("utf-8", "replace").removeprefix(" ")
 
 
 def test_importing_loads_neither_transformers_nor_torch() -> None:
@@ -214,13 +211,7 @@ def test_decode_gives_the_text_of_transformers(
 ) -> None:
     wrong = tokenizer.hf.get_added_vocab().get("<äö>")  # the library decodes added tokens as if they were byte-level
     ids = [token_id for token_id in data.draw(_any_ids(tokenizer)) if token_id != wrong]
-    if isinstance(tokenizer.hf, LlamaTokenizer):
-        expected = _repaired(tokenizer, ids, skip)
-        if BROKEN not in expected:
-            assert expected == tokenizer.hf.decode(ids, skip_special_tokens=skip)
-    else:
-        expected = tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-    assert tokenizer.decode(ids, skip) == expected
+    assert tokenizer.decode(ids, skip) == _reference(tokenizer, ids, skip)
 
 
 @PROPERTY
@@ -229,7 +220,7 @@ def test_text_survives_the_round_trip(
     byte_level: HuggingFaceTokenizer, sentencepiece: HuggingFaceTokenizer, text: str
 ) -> None:
     assert byte_level.decode(byte_level.encode(text)) == text
-    if "▁" not in text:
+    if "▁" not in text and not text.startswith(" "):  # the library's encoder takes the leading space for its own
         assert sentencepiece.decode(sentencepiece.encode(text)) == text
 
 
@@ -276,7 +267,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, name: str) -> Non
 
 def test_a_gguf_file_gives_the_tokenizer_of_the_folder(smollm2: Path, smollm2_gguf: Path) -> None:
     of_file, of_folder = load_tokenizer(smollm2_gguf), load_tokenizer(smollm2)
-    text = "".join(CORPUS) + "<|im_start|>"
+    text = "".join(CORPUS) + "<|im_start|>  7"
     assert of_file.encode(text) == of_folder.encode(text)
     assert of_file.eos_token_ids == of_folder.eos_token_ids == {2}
     assert of_file.vocab_size == of_folder.vocab_size == 49152
@@ -416,8 +407,8 @@ def test_a_stream_of_text_is_that_text_and_never_broken(
     if ids[: len(prompt_ids)] != prompt_ids:
         prompt_ids = []
     ids = ids[len(prompt_ids) :]
-    whole = tokenizer.hf.decode(prompt_ids + ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    expected = whole[len(tokenizer.hf.decode(prompt_ids, skip_special_tokens=True)) :]
+    whole = _reference(tokenizer, prompt_ids + ids)
+    expected = whole[len(_reference(tokenizer, prompt_ids)) :]
     assume(BROKEN not in whole)  # SmolLM2's vocabulary lacks some bytes
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
     shown = ""
@@ -534,15 +525,12 @@ def test_stops_in_tokens_of_several_characters(
     text = data.draw(CLEAN | st.sampled_from(CORPUS))
     prompt = tokenizer.encode("dog")
     ids = tokenizer.encode(text, False)
-    whole = tokenizer.hf.decode(prompt + ids, skip_special_tokens=True)
+    whole = _reference(tokenizer, prompt + ids)
     assume(BROKEN not in whole)
     cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(lambda cut: whole[cut[0] : cut[0] + cut[1]])
     stops = data.draw(st.lists(cuts.filter(bool) | TEXT.filter(bool), max_size=4)) if whole else []
-    before = len(tokenizer.hf.decode(prompt, skip_special_tokens=True))
-    texts = [
-        tokenizer.hf.decode(prompt + ids[:n], skip_special_tokens=True).rstrip(BROKEN)[before:]
-        for n in range(len(ids) + 1)
-    ]
+    before = len(_reference(tokenizer, prompt))
+    texts = [_reference(tokenizer, prompt + ids[:n]).rstrip(BROKEN)[before:] for n in range(len(ids) + 1)]
     params = SamplingParams(stop=stops, min_tokens=minimum, include_stop_str_in_output=include)
     assert _run(TextStream(tokenizer, prompt, params), _chunks(data, ids)) == _brute(texts, stops, minimum, include)
 
