@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import secrets
 import shutil
@@ -41,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"llm-serve: error: {error}", file=sys.stderr)
         return 2
-    folder = Path(tempfile.mkdtemp(prefix="pilotfish-"))
+    # Short, because the paths of sockets are limited to about 100 bytes and Ray puts 56 of its own into them.
+    folder = Path(tempfile.mkdtemp(prefix="pilotfish-", dir="/tmp"))
     try:
         if address is None:
             os.environ.update(local_environment(folder, config, os.environ))
@@ -122,6 +122,7 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": "",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.auth:serve_middlewares",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
     }
@@ -136,9 +137,9 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
 
         defaults["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
         defaults["RAY_SERVE_HAPROXY_NBTHREAD"] = str(min(4, len(os.sched_getaffinity(0))))
-        home = folder / "haproxy"
+        home = folder
         settings |= {
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_loopback_haproxy(folder, get_haproxy_binary(), stats, metrics)),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, get_haproxy_binary(), stats, metrics)),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(home / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(home / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(home / "metrics.sock"),
@@ -150,21 +151,34 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
     return {name: value for name, value in defaults.items() if name not in environ} | settings
 
 
-def _loopback_haproxy(folder: Path, binary: str, *ports: int) -> Path:
-    """An executable that starts HAProxy with its stats and metrics listeners on loopback.
+def _wrapped_haproxy(folder: Path, binary: str, *ports: int) -> Path:
+    """An executable that starts HAProxy with the listeners on `ports` on loopback, and lets it die with its manager.
 
-    Ray's template binds them to every interface, without a key, and has no option for it.
+    Ray's template binds stats and metrics to every interface, without a key, and has no option for it; and HAProxy
+    outlives a Ray that is killed, port and all.
     """
-    script = folder / "haproxy.sh"
-    edits = " ".join(f"-e 's/^\\( *bind \\)\\*\\{{0,1\\}}:{port}$/\\1127.0.0.1:{port}/'" for port in ports)
-    script.write_text(
-        "#!/bin/sh\n"
-        "# haproxy -db -f CONFIG ...\n"
-        f'if [ "$2" = "-f" ]; then sed -i {edits} "$3" || exit 1; fi\n'
-        f'exec "{binary}" "$@"\n'
-    )
+    script = folder / "haproxy.py"
+    script.write_text(_HAPROXY_WRAPPER.format(python=sys.executable, ports=ports, binary=binary))
     script.chmod(0o700)
     return script
+
+
+_HAPROXY_WRAPPER = """\
+#!{python} -IS
+import ctypes, os, re, signal, sys
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if "-f" in sys.argv:
+    path = sys.argv[sys.argv.index("-f") + 1]
+    with open(path) as file:
+        text = file.read()
+    for port in {ports}:
+        text = re.sub(rf"^(\\s*bind )\\*?:{{port}}$", rf"\\g<1>127.0.0.1:{{port}}", text, flags=re.M)
+    with open(path, "w") as file:
+        file.write(text)
+os.execv({binary!r}, [{binary!r}, *sys.argv[1:]])
+"""
 
 
 def free_ports(count: int) -> list[int]:
@@ -190,9 +204,11 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             os._exit(130)
         stop.set()
 
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    def take_signals() -> None:
+        signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signal.SIGTERM, on_signal)
 
+    take_signals()
     _say("starting Ray" if address is None else f"joining Ray at {address}")
     import ray
     from ray import serve
@@ -212,6 +228,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
         )
     else:
         ray.init(address=address, logging_level="warning")
+    take_signals()  # Ray has put its own in place
     try:
         serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
         failure: list[BaseException] = []
@@ -264,13 +281,14 @@ def _print_config() -> None:
     """One line that says what is really running, without a prefix from Ray."""
     from ray import serve
 
+    from app.logs import emit_server_config
     from app.placement import EngineClient, Membership
 
     async def ask() -> dict[str, Any]:
         client = EngineClient(serve.get_deployment_handle("EngineReplica", APP_NAME))
         return await client.attach(Membership(lambda replicas: None))
 
-    print(json.dumps({"event": "server_config", **asyncio.run(ask())}), flush=True)
+    emit_server_config(asyncio.run(ask()))
 
 
 def _drain(config: ServingConfig) -> None:

@@ -409,19 +409,23 @@ class Ingress:
         """Runs the sequences of one HTTP request and writes the answer. However it ends, none is left behind."""
         choices = Choices(self.router, requests)
         try:
+            # The last message is sent outside: a server calls the end of the response a disconnect.
             async with _CancelledByDisconnect(call.receive):
                 if stream:
-                    await self._stream(call, choices, renderer)
+                    last = await self._stream(call, choices, renderer)
                 else:
                     await choices.collect()
-                    call.exchange.tokens = choices.tokens
-                    await send_json(call.send, renderer.body(choices.results))
+            if stream:
+                await call.send({"type": "http.response.body", "body": last})
+            else:
+                await send_json(call.send, renderer.body(choices.results))
         finally:
             if choices.admitted:
                 call.exchange.tokens = choices.tokens
             await choices.aclose()
 
-    async def _stream(self, call: Call, choices: Choices, renderer: Renderer) -> None:
+    async def _stream(self, call: Call, choices: Choices, renderer: Renderer) -> bytes:
+        """Writes the stream but for its end, which is returned."""
         exchange, send, metrics = call.exchange, call.send, self.router.metrics
         endpoint = _ENDPOINT_NAMES[route_path(call.scope)]
         async with contextlib.aclosing(choices.chunks()) as chunks:
@@ -453,7 +457,7 @@ class Ingress:
             except ApiError as error:
                 exchange.status, exchange.error = error.status, error.message
                 pending += renderer.error(error, exchange.request_id)
-            await send({"type": "http.response.body", "body": pending})
+            return pending
 
 
 class Choices:

@@ -13,12 +13,15 @@ from ray.serve.schema import ProxyLocation
 from starlette.applications import Starlette
 
 from app.ingress import build_asgi_app
-from app.placement import ROUTER_CLASS, EngineClient
+from app.logs import configure_access_log
+from app.metrics import Metrics, RayExporter
+from app.placement import EngineClient
 from app.replica import EngineReplica, build_engine, load_tokenizer
 from app.router import Router
 from app.settings import ServingConfig, check_bind
 
 ROUTERS_AT_MOST = 1024
+EXPORT_SECONDS = 5.0
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -38,7 +41,7 @@ def build_app(config: ServingConfig) -> serve.Application:
         # The engine bounds its queue itself. A pump counts as a request, one for each Router.
         max_ongoing_requests=config.max_batch_size + config.max_queued_requests + ROUTERS_AT_MOST,
         health_check_period_s=5,
-        request_router_config={"request_router_class": ROUTER_CLASS},
+        request_router_config={"request_router_class": "app.pinning:PinningRequestRouter"},
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if _wants_gpu(config) else 0},
         **common,
     )
@@ -56,7 +59,8 @@ def build_app(config: ServingConfig) -> serve.Application:
 class _EngineReplica(EngineReplica):
     async def __init__(self, config: ServingConfig) -> None:  # type: ignore[misc]
         engine, description = await asyncio.to_thread(build_engine, config)
-        super().__init__(engine, config, description)
+        super().__init__(engine, config, description, _replica_name())
+        self._exporting = asyncio.create_task(_export(self.metrics))
 
     def __del__(self) -> None:
         self.close()
@@ -65,10 +69,26 @@ class _EngineReplica(EngineReplica):
 class _RouterIngress(Router):
     async def __init__(self, config: ServingConfig, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
-        super().__init__(config, EngineClient(engines), tokenizer)
+        routers = serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
+        super().__init__(config, EngineClient(engines, routers), tokenizer, _replica_name())
+        configure_access_log()
+        self._exporting = asyncio.create_task(_export(self.metrics))
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return build_asgi_app(self)
+
+
+def _replica_name() -> str:
+    replica = serve.get_replica_context()
+    return f"{replica.deployment}:{replica.replica_id.unique_id}"
+
+
+async def _export(metrics: Metrics) -> None:
+    """Gives this process's series to Ray's own metrics, from which its dashboard draws."""
+    exporter = RayExporter(metrics)
+    while True:
+        await asyncio.sleep(EXPORT_SECONDS)
+        exporter.push()
 
 
 def _proxy_host() -> str | None:

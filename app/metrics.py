@@ -52,14 +52,15 @@ class EngineStats(Protocol):
 
     running: int
     waiting: int
-    free_pages: int
-    cached_pages: int
+    held_pages: int
     total_pages: int
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
     preemptions: int
-    aborts: int
+    finished_requests: int
+    aborted_requests: int
+    failed_requests: int
 
 
 class Metrics:
@@ -112,7 +113,9 @@ class Metrics:
                 "cached_tokens": "prompt tokens found in the prefix cache",
                 "generated_tokens": "tokens sampled by the engine, those cut at stop strings included",
                 "preemptions": "sequences that lost their pages and are computed again",
-                "aborts": "sequences aborted",
+                "finished_requests": "sequences that came to their own end",
+                "aborted_requests": "sequences aborted",
+                "failed_requests": "sequences that ended with an error",
             }.items()
         }
         self._engine_seen = dict.fromkeys(self._engine_counts, 0)
@@ -161,8 +164,7 @@ class Metrics:
         """The engine's state now, and what its counts grew by."""
         self._running.set(_count(stats.running))
         self._waiting.set(_count(stats.waiting))
-        held = stats.total_pages - stats.free_pages - stats.cached_pages
-        self._kv_use.set(_ratio(held, stats.total_pages))
+        self._kv_use.set(_ratio(stats.held_pages, stats.total_pages))
         if not stats.running:
             self._fill.set(0.0)  # an idle engine steps no more, so its observer can't say so
         for name, counter in self._engine_counts.items():

@@ -1,8 +1,6 @@
 """Which replica takes a request, and which replicas there are.
 
-Serve's alpha `RequestRouter` interface is used for two things only: a call whose `session_id` is a replica's id goes to
-that replica and to no other, and the process's Router learns of every change in the replica set. The choice itself is
-`choose`, made by the Router, which knows the load.
+`choose` decides, called by the Router, which knows the load. `app.pinning` carries it out.
 """
 
 from __future__ import annotations
@@ -14,12 +12,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from app.replica import PumpMessage, Refusal
 from engine.schemas import GenerationRequest, GenerationResult
-
-ROUTER_CLASS = "app.placement:PinningRequestRouter"
 
 T = TypeVar("T")
 
@@ -65,50 +60,12 @@ class Membership:
         return type(None), ()
 
 
-class PinningRequestRouter(RequestRouter):
-    """Routes a call with a session id to the replica of that id, any other call to any replica."""
-
-    def initialize_state(self, **kwargs: Any) -> None:
-        self._members: Membership | None = None
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if pending_request is None:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
-        if pending_request.args and isinstance(pending_request.args[0], Membership):
-            self._members = pending_request.args[0]
-            self._publish()
-        wanted = pending_request.metadata.session_id
-        if not wanted:
-            return [candidate_replicas]
-        for replica in candidate_replicas:
-            if replica.replica_id.unique_id == wanted:
-                return [[replica]]
-        if not pending_request.future.done():
-            self._remove_pending_request_from_indices(pending_request)
-            pending_request.future.set_exception(ReplicaGone(wanted))
-        return [candidate_replicas]  # looked at only after the check that the future is done
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        self._publish()
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        super().on_replica_actor_died(replica_id)
-        self._publish()
-
-    def _publish(self) -> None:
-        if self._members is not None:
-            self._members.publish(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
-
-
 class EngineClient:
-    """The calls a Router makes to engine replicas, over a Serve handle."""
+    """The calls a Router makes to engine replicas, and to all Routers, over Serve handles."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle.options(request_serialization="pickle", response_serialization="pickle")
+    def __init__(self, engines: DeploymentHandle[Any], routers: DeploymentHandle[Any] | None = None) -> None:
+        self._handle = engines.options(request_serialization="pickle", response_serialization="pickle")
+        self._routers = routers
 
     async def attach(self, membership: Membership) -> dict[str, Any]:
         """Waits for a first replica; returns its description. `membership` hears of every change from here on."""
@@ -138,6 +95,13 @@ class EngineClient:
                 yield message
         finally:
             messages.cancel()
+
+    async def router_metrics(self, timeout: float) -> list[bytes]:
+        """The metrics of every Router. Raises if one doesn't answer in time."""
+        assert self._routers is not None
+        response = self._routers.broadcast("own_metrics")
+        answers: list[bytes] = await _detached(response.results_async(timeout_s=timeout))
+        return answers
 
     async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
         return await _detached(self._await(self._handle.options(method_name=method, session_id=replica_id), *args))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.metrics import Metrics
 from app.settings import DUMMY_MODEL, ServingConfig
 from engine.schemas import GenerationRequest, GenerationResult, QueueFull, StepTokens, TokenLogprobs
 from engine.tokenization import HuggingFaceTokenizer, SimpleCharacterTokenizer, Tokenizer
@@ -89,15 +90,22 @@ class Pump:
 class EngineReplica:
     """One engine and one model. A plain class: `app.main` makes a Serve deployment of it.
 
-    `await EngineReplica.create(config)` returns when the model is loaded and warm.
+    `engine` is one of `build_engine`, loaded and warm.
     """
 
     heartbeat_interval = 1.0
 
-    def __init__(self, engine: ContinuousBatchingEngine, config: ServingConfig, description: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: ContinuousBatchingEngine,
+        config: ServingConfig,
+        description: dict[str, Any],
+        name: str = "EngineReplica",
+    ) -> None:
         self.engine = engine
         self.config = config
         self.description = description
+        self.metrics = Metrics(name)
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
         self._seen: dict[int, None] = {}
@@ -108,6 +116,7 @@ class EngineReplica:
         self._failure: BaseException | None = None
         self._last_step = time.monotonic()
         engine.set_token_sink(self._sink)
+        engine.set_step_observer(self.metrics.record_batch_fill_ratio)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._heart = self._loop.create_task(self._beat())
@@ -153,6 +162,7 @@ class EngineReplica:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_interval)
+            self.metrics.record_engine(self.engine.stats())
             for pump in self._pumps.values():
                 pump.ready.set()
 
@@ -209,8 +219,16 @@ class EngineReplica:
             del self._pumps[key]
 
     async def snapshot(self) -> dict[str, Any]:
-        """Counters of this replica's engine."""
-        return {"engine": asdict(self.engine.stats()), "calls": len(self._calls), "pumps": len(self._pumps)}
+        """Counters of this replica's engine, and `Metrics.snapshot` of this process."""
+        stats = self.engine.stats()
+        self.metrics.record_engine(stats)
+        return {
+            "engine": asdict(stats),
+            "calls": len(self._calls),
+            "pumps": len(self._pumps),
+            "pid": os.getpid(),
+            "metrics": self.metrics.snapshot(),
+        }
 
     def check_health(self) -> None:
         """Serve calls this: raises when the engine's thread is dead or stuck."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from app.metrics import Metrics
 from app.placement import Membership, choose
 from app.replica import TAG_BITS, PumpMessage, Refusal
 from app.settings import ServingConfig
@@ -57,6 +58,8 @@ class Engines(Protocol):
     async def snapshot(self, replica_id: str) -> dict[str, Any]: ...
 
     def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]: ...
+
+    async def router_metrics(self, timeout: float) -> list[bytes]: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,7 +223,7 @@ class TextGeneration:
             if failures == MAX_ATTEMPTS:
                 raise GenerationError(f"{failures} attempts were lost with their replicas", 503)
             self.attempt += 1
-            self._router.failovers += 1
+            self._router.metrics.failover()
             if len(self._received) >= self.request.max_new_tokens:
                 return self._bare_result()
             await asyncio.sleep(0.01 * 2**failures)
@@ -331,13 +334,13 @@ class ReplicaLink:
 class Router:
     """Takes requests and finds each a replica. A plain class: `app.main` makes the Serve ingress of it."""
 
-    def __init__(self, config: ServingConfig, engines: Engines, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ServingConfig, engines: Engines, tokenizer: Tokenizer, name: str = "Router") -> None:
         self.config = config
+        self.metrics = Metrics(name)
         self.engines = engines
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len or 0
         self.description: dict[str, Any] = {}
-        self.failovers = 0
         self._links: dict[str, ReplicaLink] = {}
         self._closing: set[ReplicaLink] = set()
         self._live: set[TextGeneration] = set()
@@ -397,12 +400,17 @@ class Router:
         alive = any(link.is_usable and link.step_age < self.config.step_timeout for link in self._links.values())
         return alive, {"replicas": replicas}
 
-    async def snapshot(self, timeout: float = 2.0) -> dict[str, dict[str, Any]]:
-        """Counters and metrics of every replica that answers in time, by replica id."""
-        names = list(self._links)
-        calls = [asyncio.wait_for(self.engines.snapshot(name), timeout) for name in names]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return {name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, dict)}
+    async def snapshot(self, timeout: float = 2.0) -> list[bytes]:
+        """`Metrics.snapshot` of every process, Router or replica, that answers in time."""
+        calls = [asyncio.wait_for(self.engines.snapshot(name), timeout) for name in self._links]
+        routers, *replicas = await asyncio.gather(self.engines.router_metrics(timeout), *calls, return_exceptions=True)
+        if isinstance(routers, BaseException):  # one of them is late: at least this one's own
+            routers = [self.metrics.snapshot()]
+        return [*routers, *(answer["metrics"] for answer in replicas if not isinstance(answer, BaseException))]
+
+    async def own_metrics(self) -> bytes:
+        """`Metrics.snapshot` of this process."""
+        return self.metrics.snapshot()
 
     async def close(self) -> None:
         """Ends everything; running generations are aborted."""

@@ -29,8 +29,15 @@ def expected_tokens(request: GenerationRequest, count: int | None = None) -> lis
 @dataclass
 class Stats:
     running: int = 0
-    aborts: int = 0
-    finished: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    total_pages: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    aborted_requests: int = 0
 
 
 @dataclass
@@ -58,6 +65,9 @@ class FakeEngine:
 
     def set_token_sink(self, sink: Callable[[StepTokens], None]) -> None:
         self._sink = sink
+
+    def set_step_observer(self, observer: object) -> None:
+        pass
 
     def add_request(self, request: GenerationRequest, *, tag: int) -> str:
         assert not request.stop
@@ -108,7 +118,7 @@ class FakeEngine:
         )
 
     def stats(self) -> Stats:
-        return Stats(len(self.rows), self.aborts, self.finished)
+        return Stats(len(self.rows), aborted_requests=self.aborts)
 
 
 @dataclass
@@ -198,6 +208,9 @@ class LocalEngines:
                 yield message
         finally:
             await messages.aclose()  # type: ignore[attr-defined]
+
+    async def router_metrics(self, timeout: float) -> list[bytes]:
+        raise TimeoutError
 
     def close(self) -> None:
         for replica in self.replicas.values():

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from app.metrics import render
 from app.replica import EngineReplica
 from app.router import GenerationError, Overloaded, Router, TextGeneration, Unavailable
 from app.settings import ServingConfig
@@ -45,6 +46,11 @@ def request(prompt: str = "hello", **fields: object) -> GenerationRequest:
 
 async def read(generation: TextGeneration) -> str:
     return "".join([chunk.text async for chunk in generation])
+
+
+def failovers(router: Router) -> float:
+    samples = [sample for family in router.metrics.families() for sample in family.samples]
+    return next(sample.value for sample in samples if sample.name == "llm_failovers_total")
 
 
 async def wait_until(condition: object) -> None:
@@ -192,7 +198,7 @@ async def test_a_killed_replica_costs_nothing_but_time(router: Router, engines: 
         assert text == TOKENIZER.decode(expected_tokens(each))
         assert generation.result.token_ids == expected_tokens(each)
         assert generation.result.prompt_tokens == len(each.prompt_ids or [])
-    assert router.failovers == 8
+    assert failovers(router) == 8
     resumed = [each for each in engines.engine("b").added if each.attempt == 1]
     assert len(resumed) == 8
     assert all(each.output_ids for each in resumed)
@@ -216,7 +222,7 @@ async def test_a_frozen_replica_loses_its_requests_and_is_not_believed(router: R
     engines.frozen["a"].clear()
     engines.add("b")
     assert (await generation.collect()).token_ids == expected_tokens(asked)
-    assert router.failovers == 1
+    assert failovers(router) == 1
     engines.frozen["a"].set()  # it wakes, and has tokens of the old attempt in its pump
     await wait_until(lambda: all(link.is_usable for link in router._links.values()))
     assert (await (await router.open(asked)).collect()).token_ids == expected_tokens(asked)
@@ -230,7 +236,7 @@ async def test_a_lone_silent_replica_keeps_its_requests(router: Router, engines:
     await asyncio.sleep(1.0)
     engines.frozen["a"].set()
     assert (await generation.collect()).token_ids == expected_tokens(asked)
-    assert router.failovers == 0
+    assert failovers(router) == 0
 
 
 async def test_a_leaving_replica_ends_its_streams_and_then_loses_its_pump(
@@ -248,7 +254,7 @@ async def test_a_leaving_replica_ends_its_streams_and_then_loses_its_pump(
     assert engines.replicas["a"]._pumps
     assert (await generation.collect()).token_ids == expected_tokens(asked)
     await wait_until(lambda: not engines.replicas["a"]._pumps)
-    assert router.failovers == 0
+    assert failovers(router) == 0
 
 
 async def test_an_idle_leaving_replica_loses_its_pump_at_once(router: Router, engines: LocalEngines) -> None:
@@ -309,3 +315,12 @@ async def test_seeds_are_drawn_at_admission(router: Router, engines: LocalEngine
         await (await router.open(request(seed=None))).collect()
     seeds = [each.seed for each in engine.added]
     assert None not in seeds and seeds[0] != seeds[1]
+
+
+async def test_metrics_of_all_processes_come_together(router: Router, engines: LocalEngines) -> None:
+    engines.add("a")
+    engines.add("b")
+    await wait_until(lambda: len([link for link in router._links.values() if link.is_usable]) == 2)
+    page = render(await router.snapshot()).decode()
+    assert 'llm_failovers_total{replica="Router"} 0.0' in page
+    assert page.count('llm_requests_running{replica="EngineReplica"} 0.0') == 2
