@@ -30,14 +30,15 @@ def expected_tokens(request: GenerationRequest, count: int | None = None) -> lis
 class Stats:
     running: int = 0
     waiting: int = 0
-    free_pages: int = 0
-    cached_pages: int = 0
+    held_pages: int = 0
     total_pages: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    finished_requests: int = 0
     aborted_requests: int = 0
+    failed_requests: int = 0
 
 
 @dataclass
