@@ -179,7 +179,9 @@ class Metrics:
         while len(self._hits) > 1 and self._hits[1][0] <= now - HIT_RATIO_WINDOW:
             self._hits.popleft()
         _, prompt_before, cached_before = self._hits[0]
-        self._hit_ratio.set(_ratio(cached_tokens - cached_before, prompt_tokens - prompt_before))
+        # Prompts count at their arrival and hits at a start or restart, which may fall into different windows.
+        prompts, hits = prompt_tokens - prompt_before, cached_tokens - cached_before
+        self._hit_ratio.set(min(1.0, hits / prompts) if prompts else 0.0)
 
     def queue_wait(self, seconds: float) -> None:
         self._queue_wait.observe(_seconds(seconds))

@@ -123,6 +123,12 @@ def test_gauges_fall_to_zero_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(samples, "llm_engine_prompt_tokens_total", replica="r1") == 100
 
 
+def test_hits_of_prompts_that_came_before_the_window() -> None:
+    metrics = Metrics("r1")
+    metrics.record_engine(stats(prompt_tokens=1, cached_tokens=3))
+    assert value(read(metrics), "llm_kv_cache_hit_ratio", replica="r1") == 1
+
+
 def test_an_idle_step_empties_the_batch() -> None:
     metrics = Metrics("r1")
     metrics.record_batch_fill_ratio(step(16))
@@ -152,7 +158,6 @@ def test_engine_counts_are_differences() -> None:
         lambda m: m.http_ended("/generate", 200, -1),
         lambda m: m.record_engine(stats(running=-1)),
         lambda m: m.record_engine(stats(held_pages=11)),
-        lambda m: m.record_engine(stats(prompt_tokens=1, cached_tokens=2)),
     ],
 )
 def test_impossible_observations_raise(observe: Any) -> None:
