@@ -184,6 +184,8 @@ def test_a_long_prompt_is_neither_cut_nor_padded(byte_level: HuggingFaceTokenize
     file = tmp_path / "tokenizer.json"
     saved = json.loads(file.read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    pad = {"direction": "Left", "pad_id": 1, "pad_type_id": 0, "pad_token": "<|end|>", "pad_to_multiple_of": None}
+    saved["padding"] = {"strategy": {"Fixed": 99_999}, **pad}
     file.write_text(json.dumps(saved))
     text = "the dog " * 20_000
     assert load_tokenizer(tmp_path).encode(text, False) == byte_level.encode(text, False)
