@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -122,6 +123,8 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": "",
+        # A node without a cluster is on 127.0.0.1, and so are its HTTP ports: agents, metrics, autoscaler.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.auth:serve_middlewares",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
@@ -224,11 +227,11 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             log_to_driver=True,
             logging_level="warning",
             _temp_dir=str(folder / "ray"),
-            _node_ip_address="127.0.0.1",
         )
     else:
         ray.init(address=address, logging_level="warning")
     take_signals()  # Ray has put its own in place
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
         failure: list[BaseException] = []
@@ -248,8 +251,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             print(f"llm-serve: error: {_root_cause(failure[0])}", file=sys.stderr)
             return 1
         _print_config()
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        _say(f"ready: {config.model_names()[0]} at http://{host}:{config.port}/v1")
+        _say(f"ready: {config.model_names()[0]} at http://{_proxy_address()}/v1")
         while not stop.wait(1.0):
             pass
         _say("draining; interrupt again to stop at once")
@@ -279,16 +281,27 @@ def _wait_for(deployment: threading.Thread, stop: threading.Event) -> bool:
 
 def _print_config() -> None:
     """One line that says what is really running, without a prefix from Ray."""
-    from ray import serve
+    from ray.serve.handle import DeploymentHandle
 
     from app.logs import emit_server_config
     from app.placement import EngineClient, Membership
 
     async def ask() -> dict[str, Any]:
-        client = EngineClient(serve.get_deployment_handle("EngineReplica", APP_NAME))
+        client = EngineClient(DeploymentHandle("EngineReplica", APP_NAME))
         return await client.attach(Membership(lambda replicas: None))
 
-    emit_server_config(asyncio.run(ask()))
+    loop = asyncio.new_event_loop()  # runs on: Serve's long poll is bound to it and complains when it stops
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    emit_server_config(asyncio.run_coroutine_threadsafe(ask(), loop).result())
+
+
+def _proxy_address() -> str:
+    """Where Serve listens, which another application may have decided in a cluster that was joined."""
+    import ray
+
+    options = ray.get(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve").get_http_config.remote())
+    host = options.host or "0.0.0.0"
+    return f"[{host}]:{options.port}" if ":" in host else f"{host}:{options.port}"
 
 
 def _drain(config: ServingConfig) -> None:
@@ -299,7 +312,6 @@ def _drain(config: ServingConfig) -> None:
     deadline = time.monotonic() + config.request_timeout + 30
     while time.monotonic() < deadline and APP_NAME in serve.status().applications:
         time.sleep(0.2)
-    serve.shutdown()
 
 
 def _root_cause(error: BaseException) -> str:
