@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang & Sennrich 2019), statistics in fp32."""
+    """Root mean square norm over the last dimension (Zhang & Sennrich 2019), in fp32; the result has the weight's
+    dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -24,30 +25,28 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        dtype = self.weight.dtype
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al. 2021) in the rotate-half form, cos and sin tabled in fp32."""
+class RotaryEmbedding:
+    """Rotary position embedding (Su et al. 2021) in the rotate-half form, in fp32 whatever the model's dtype."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        inverse, attention_factor = rope_frequencies(config)
-        angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), inverse)
-        self.register_buffer("cos", angles.cos() * attention_factor, persistent=False)
-        self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
+        self._inverse, self._factor = rope_frequencies(config)
 
-    def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions, each [T, 1, head_dim / 2]."""
-        return self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype)
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [T], each [T, 1, head_dim / 2]."""
+        self._inverse = self._inverse.to(positions.device)
+        angles = positions[:, None, None] * self._inverse
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self._factor == 1 else (cos * self._factor, sin * self._factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
@@ -57,7 +56,7 @@ def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
     (Peng et al. 2023). Raises ValueError that names any other type.
     """
     dim, base = config.head_dim, config.rope_theta
-    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     scaling: dict[str, Any] = config.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -86,7 +85,7 @@ def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any], max_s
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def mscale(scale: float, m: float = 1.0) -> float:
         return 0.1 * m * math.log(scale) + 1.0 if scale > 1 else 1.0

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from engine.models.decoder import DecoderConfig, DecoderModel
 from engine.models.gguf import GGUFCheckpoint
-from engine.models.layers import RotaryEmbedding
 from engine.schemas import SamplingParams
 from engine.tokenization import Tokenizer
 
@@ -43,7 +42,7 @@ FAMILIES = {
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The rotary tables grow with the context, so that a mistaken one would take the memory.
+# The engine's table of tokens grows with the context, so that a mistaken one would take the memory.
 MAX_CONTEXT = 1 << 22
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 _HUB_UNUSED = ["consolidated*", "*/*"]  # the same weights in another form
@@ -136,7 +135,6 @@ def load_model(
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(weight))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_parameter("model.embed_tokens.weight")
-    model.rotary = RotaryEmbedding(config).to(device)
     return model.eval()
 
 
