@@ -329,16 +329,18 @@ def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> DecoderModel:
     import torch
 
     from engine.models.decoder import DecoderModel
-    from engine.models.loader import load_model
+    from engine.models.loader import check_tokenizer, load_model
 
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.model != DUMMY_MODEL:
-        return load_model(
+        model = load_model(
             config.model, dtype=dtype, device=device, attn_impl=config.attn_impl, revision=config.revision
         )
+        check_tokenizer(model, tokenizer)
+        return model
     torch.manual_seed(0)
     model = DecoderModel(
         vocab_size=tokenizer.vocab_size,
