@@ -58,7 +58,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP) $(DEMO_MODEL)/config.json
-	@$(BIN)/python -m benchmarks.bench_engine --model $(MODEL) $(ARGS)
+	@$(BIN)/python benchmarks/engine.py $(ARGS)
 
 clean:
 	rm -rf .venv models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
