@@ -115,7 +115,9 @@ def test_make_installs_once_and_again_when_needed(tmp_path: Path) -> None:
         """What pip was called with."""
         (tmp_path / "log").write_text("")
         command = ["make", "install", "PYTHON=./python", *options]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "TORCH_INDEX"))}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "TORCH_INDEX"))
+        }
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert (run.returncode == 0) != (tmp_path / "broken").exists(), run.stderr
         return (tmp_path / "log").read_text().splitlines()
