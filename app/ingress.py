@@ -522,8 +522,11 @@ class Choices:
 
     async def aclose(self) -> None:
         """Aborts what still runs."""
+        if not self._running:
+            return
         running = [generation.aclose() for generation in self._running.values()]
-        for failure in await asyncio.gather(*running, return_exceptions=True):
+        # Shielded: a client that leaves cancels twice, through the server and through the watcher.
+        for failure in await asyncio.shield(asyncio.gather(*running, return_exceptions=True)):
             if isinstance(failure, Exception):
                 logger.error("a generation could not be closed", exc_info=failure)
 

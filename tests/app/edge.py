@@ -88,9 +88,10 @@ class ScriptedGeneration:
         return self.result
 
     async def aclose(self) -> None:
-        if not self.ended and not self.closed:
+        closed, self.closed = self.closed, True
+        await asyncio.sleep(0.01)  # the way to the replica and back
+        if not self.ended and not closed:
             self.router.aborted += 1
-        self.closed = True
 
 
 class ScriptedRouter:

@@ -391,9 +391,10 @@ async def test_long_texts_leave_the_loop() -> None:
 # --- the client leaves
 
 
+@pytest.mark.parametrize("server_cancels", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_disconnect_closes_every_generation(stream: bool, n: int) -> None:
+async def test_disconnect_closes_every_generation(stream: bool, n: int, server_cancels: bool) -> None:
     router = ScriptedRouter()
     router.gate = asyncio.Event()
     router.free_tokens = 2 if stream else 0
@@ -406,6 +407,8 @@ async def test_disconnect_closes_every_generation(stream: bool, n: int) -> None:
         if (part := next(parts, None)) is not None:
             return part
         await left.wait()
+        if server_cancels:  # as Ray Serve does, which also says it
+            asyncio.get_running_loop().call_later(0.003, call.cancel)
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
@@ -417,7 +420,9 @@ async def test_disconnect_closes_every_generation(stream: bool, n: int) -> None:
         await asyncio.sleep(0.001)
     assert router.aborted == 0
     left.set()
-    await asyncio.wait_for(call, 5)
+    await asyncio.wait([call], timeout=5)
+    assert call.cancelled() == server_cancels
+    await asyncio.sleep(0.05)
     assert router.aborted == n
     assert not any(message["type"] == "http.response.body" and not message.get("more_body") for message in sent)
     async with http(router) as client:
