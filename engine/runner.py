@@ -48,7 +48,7 @@ class ModelRunner:
             hidden = hidden[self._to_device(last[plan.samples])]
         rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
         sampled = self.sampler(self.model.logits(hidden), rows, lengths, table.device_tokens)
-        table.device_tokens[self._to_device(rows), self._to_device(lengths)] = sampled.ids.to(torch.int32)
+        table.device_tokens.index_put_((self._to_device(rows), self._to_device(lengths)), sampled.ids.to(torch.int32))
         if self.device.type != "cuda":
             return LaunchedStep(plan, sampled, None)
         sampled = sampled.to_host()

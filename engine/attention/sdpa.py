@@ -20,8 +20,10 @@ _ALONE = 32  # runs of more tokens than this are worth a call of their own
 
 @dataclass(slots=True)
 class _Group:
+    batch: int
     tokens: Tensor | None  # int64 [B, Q]: rows of the packed batch; None when they are simply all, in order, Q = 1
-    pages: Tensor | int  # int64 [B, P], or the one page of a lone run
+    pages: Tensor  # int64 [B * P]
+    lone: int | None  # the one page of a lone run
     num_keys: int  # keys of the P pages that are looked at
     causal: bool  # every run is its whole sequence: no mask needed
     mask: Tensor | None  # bool [B, 1, Q, num_keys]
@@ -71,8 +73,10 @@ class SDPAttention(AttentionBackend):
             everything = queries == 1 and len(rows) == len(query_lens)
             groups.append(
                 _Group(
+                    len(rows),
                     None if everything else torch.from_numpy(tokens).to(device, non_blocking=True),
-                    int(pages[0, 0]) if pages.size == 1 else torch.from_numpy(pages).to(device, non_blocking=True),
+                    torch.from_numpy(pages.ravel()).to(device, non_blocking=True),
+                    pages[0, 0] if pages.size == 1 else None,
                     num_keys,
                     causal,
                     mask,
@@ -136,13 +140,12 @@ class SDPAttention(AttentionBackend):
 
 def _gather(pages: Tensor, group: _Group) -> Tensor:
     """The group's keys or values [B, num_keys, kv_heads, head_dim]; a lone page is a view, not a copy."""
-    if isinstance(group.pages, int):
-        return pages[group.pages, : group.num_keys].unsqueeze(0)
-    if group.pages.shape[1] == 1:
-        return pages[:, : group.num_keys][group.pages[:, 0]]
-    batch = group.pages.shape[0]
-    gathered = pages.index_select(0, group.pages.flatten())
-    return gathered.view(batch, -1, *pages.shape[2:])[:, : group.num_keys]
+    if group.lone is not None:
+        return pages[group.lone : group.lone + 1, : group.num_keys]
+    if group.num_keys <= pages.shape[1]:
+        return pages[:, : group.num_keys][group.pages]
+    gathered = pages.index_select(0, group.pages)
+    return gathered.view(group.batch, -1, *pages.shape[2:])[:, : group.num_keys]
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
