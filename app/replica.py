@@ -271,6 +271,11 @@ def _split(step: StepTokens) -> list[tuple[int, StepTokens]]:
     return parts
 
 
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_thread_environment(threads: int, wait_policy: str) -> None:
     """OpenMP reads these once, when torch is loaded."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -279,7 +284,9 @@ def set_thread_environment(threads: int, wait_policy: str) -> None:
 
 def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[str, Any]]:
     """Loads model and tokenizer, builds the engine and warms it up. Also returns a description of what runs."""
-    threads = config.resolve_threads(len(os.sched_getaffinity(0)))
+    # A parallel region waits for its slowest thread: one on a core shared with Router, proxy and clients costs more
+    # than it gives.
+    threads = config.num_threads or max(1, available_cores() - 1)
     set_thread_environment(threads, config.omp_wait_policy)
     config.check_files()
     import torch

@@ -60,7 +60,7 @@ class ServingConfig(BaseSettings):
 
     num_replicas: int = Field(1, ge=1, le=1024, description="engines")
     num_routers: int = Field(1, ge=1, le=1024, description="HTTP front processes")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of an engine; default: see resolve_threads")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of an engine; default: all cores but one")
     omp_wait_policy: Literal["passive", "active"] = Field("passive", description="active: idle threads spin")
     heartbeat_timeout: float = Field(5.0, gt=0, description="silent seconds before a replica's requests move away")
     step_timeout: float = Field(120.0, gt=0, description="seconds without a step before a replica is unhealthy")
@@ -118,14 +118,6 @@ class ServingConfig(BaseSettings):
         for option, value in (("model", self.model), ("tokenizer", self.tokenizer)):
             if value is not None and looks_like_path(value) and not Path(value).expanduser().exists():
                 raise ConfigError(f"{option}: no such file or folder: {value}")
-
-    def resolve_threads(self, cores: int) -> int:
-        """Threads of one engine: those asked for, else a fair share of the cores with one left to the rest.
-
-        A parallel region waits for its slowest thread, so that a core shared with Router, proxy and clients costs more
-        than it gives.
-        """
-        return self.num_threads or max(1, cores // self.num_replicas - 1)
 
 
 def _one_line(error: Any) -> str:

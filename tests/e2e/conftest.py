@@ -1,0 +1,133 @@
+"""One Ray for all end-to-end tests, apart from any other Ray on the machine; each test deploys what it needs on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.cli import free_ports
+
+ROOT = Path(__file__).parents[2]
+
+
+class Cluster:
+    """A Ray with Serve, driven through `tests.e2e.driver`. `url` is where applications answer."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="pilotfish-", dir="/tmp")
+        [port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = open(os.path.join(self.folder, "driver.log"), "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.driver"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        self.call("start", folder=self.folder, port=port)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"the driver has died:\n{self._log.read()[-4000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """The driver ends with its input, and with it Ray."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass
+class Deployed:
+    """A running application."""
+
+    cluster: Cluster
+    options: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return self.cluster.url
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """`EngineReplica.snapshot` of every replica."""
+        snapshots: list[dict[str, Any]] = self.cluster.call("snapshots")
+        return snapshots
+
+    def pids(self) -> list[int]:
+        return [snapshot["pid"] for snapshot in self.snapshots()]
+
+    def replicas(self) -> dict[str, Any]:
+        """What the Router knows of each replica."""
+        replicas: dict[str, Any] = httpx.get(f"{self.url}/health").json()["replicas"]
+        return replicas
+
+    def scale(self, replicas: int) -> None:
+        """Changes the number of engines and nothing else; returns at once."""
+        self.cluster.call("deploy", options={**self.options, "num_replicas": replicas}, wait=False)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it didn't come to pass"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def deploy(cluster: Cluster) -> Iterator[Callable[..., Deployed]]:
+    """`deploy(num_replicas=2, ...)`: the application with these options, ready for requests."""
+
+    def start(**options: Any) -> Deployed:
+        app = Deployed(cluster, {"model": "dummy", "dtype": "float32", "num_replicas": 1, **options})
+        cluster.call("deploy", options=app.options, wait=True)
+        wait_until(lambda: _is_ready(app))
+        return app
+
+    yield start
+    cluster.call("delete")
+
+
+def _is_ready(app: Deployed) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        health = httpx.get(f"{app.url}/health")
+        return health.status_code == 200 and len(health.json()["replicas"]) == app.options["num_replicas"]
+    return False
