@@ -23,7 +23,7 @@ import torch
 from engine.kv_cache import KVSlotPool, PrefixIndex
 from engine.models.decoder import DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
-from engine.sampling import Sampled, Sampler, SamplingTable, draw_seed
+from engine.sampling import Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
 from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
@@ -148,11 +148,8 @@ class ContinuousBatchingEngine:
             max_queued=max_queued_requests,
             aging_seconds=aging_seconds,
         )
-        self._vocab_size = min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size
-        pad = tokenizer.pad_token_id if tokenizer else None
-        self._eos = sorted(tokenizer.eos_token_ids) if tokenizer else []
-        forbidden = [pad] if pad is not None and pad not in self._eos and pad < self._vocab_size else []
-        sampler = Sampler(self.sampling, self._vocab_size, forbidden, self.device)
+        self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
+        sampler = Sampler(self.sampling, self.vocabulary, self.device)
         self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler)
         self._lock = threading.Condition()
         self._turn = threading.Lock()  # a step at a time, whoever steps
@@ -210,8 +207,7 @@ class ContinuousBatchingEngine:
             return request.request_id
         self.scheduler.check_fits(sequence)
         with self._lock:
-            if self._runner is None:
-                raise ValueError("the model was unloaded")
+            self._runner_or_raise()
             self.scheduler.check_queue()
             self._register(sequence)
             self.scheduler.add(sequence)
@@ -219,6 +215,10 @@ class ContinuousBatchingEngine:
                 heapq.heappush(self._deadlines, (sequence.deadline, sequence.uid, sequence))
             self._lock.notify_all()
         return request.request_id
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raise ValueError for what `add_request` would refuse whenever it came."""
+        self.scheduler.check_fits(self._new_sequence(request, None))
 
     def _new_sequence(self, request: GenerationRequest, tag: int | None) -> Sequence:
         prompt_ids = request.prompt_ids
@@ -242,9 +242,7 @@ class ContinuousBatchingEngine:
                 f"are more than the context of {self.max_seq_len}"
             )
         tokens = np.array([*prompt_ids, *request.output_ids], dtype=np.int32)
-        self._check_ids("token", tokens)
-        self._check_ids("logit_bias", request.logit_bias)
-        self._check_ids("stop_token_ids", request.stop_token_ids)
+        self.vocabulary.check(request, tokens)
         if request.adapter is not None:
             raise ValueError(f"unknown adapter {request.adapter!r}")
         digests = [PrefixIndex.root(request.cache_salt, request.adapter)]
@@ -260,32 +258,13 @@ class ContinuousBatchingEngine:
             limit=limit,
             key=now + request.priority * self.scheduler.aging_seconds,
             seed=draw_seed() if request.seed is None else request.seed,
-            stop_ids=[*([] if request.ignore_eos else self._eos), *request.stop_token_ids],
-            bad_words=self._bad_words(request.bad_words),
+            stop_ids=self.vocabulary.stop_ids(request),
+            bad_words=self.vocabulary.bad_words(request),
             deadline=now + request.timeout if request.timeout is not None else np.inf,
             digests=digests,
             arrival=now,
             reader=reader,
         )
-
-    def _check_ids(self, what: str, ids: Any) -> None:
-        array = np.fromiter(ids, np.int64, len(ids))
-        bad = array[(array < 0) | (array >= self._runner_or_raise().model.vocab_size)]
-        if len(bad):
-            raise ValueError(f"{what}: id {bad[0]} is outside the vocabulary of {self._vocab_size}")
-
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Token sequences of each word, at the start of a text and after a space."""
-        if words and self.tokenizer is None:
-            raise ValueError("bad_words needs a tokenizer")
-        found: list[list[int]] = []
-        for word in words:
-            assert self.tokenizer is not None
-            for text in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in found:
-                    found.append(ids)
-        return found
 
     def _register(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
@@ -453,16 +432,13 @@ class ContinuousBatchingEngine:
 
     def _record_logprobs(self, rows: np.ndarray, sampled: Sampled, at: np.ndarray) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the rows that want them; returns those of tagged requests."""
-        assert sampled.logprob is not None and sampled.rank is not None
-        assert sampled.top_ids is not None and sampled.top_logprobs is not None
         told: dict[int, list[TokenLogprobs]] = {}
         for row, i in zip(rows.tolist(), at.tolist(), strict=True):
             wanted = int(self.sampling.num_logprobs[row])
             sequence = self.table.sequences[row]
             if wanted < 0 or sequence is None:
                 continue
-            top = zip(sampled.top_ids[i, :wanted].tolist(), sampled.top_logprobs[i, :wanted].tolist(), strict=True)
-            entry = TokenLogprobs(int(sampled.ids[i]), float(sampled.logprob[i]), int(sampled.rank[i]), list(top))
+            entry = sampled.token_logprobs(i, wanted)
             sequence.logprobs.append(entry)
             if sequence.tag >= 0:
                 told[sequence.tag] = [entry]

@@ -9,14 +9,15 @@ Every method works on all rows at once; the number of operators doesn't depend o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.schemas import SamplingParams
+from engine.schemas import SamplingParams, TokenLogprobs
+from engine.tokenization import Tokenizer
 
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
 _GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
@@ -161,6 +162,13 @@ class Sampled:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    def token_logprobs(self, i: int, count: int) -> TokenLogprobs:
+        """Row i's log-probabilities, with `count` alternatives; for samples on the host."""
+        assert self.logprob is not None and self.rank is not None
+        assert self.top_ids is not None and self.top_logprobs is not None
+        top = list(zip(self.top_ids[i, :count].tolist(), self.top_logprobs[i, :count].tolist(), strict=True))
+        return TokenLogprobs(int(self.ids[i]), float(self.logprob[i]), int(self.rank[i]), top)
+
     def to_host(self) -> Sampled:
         """Start copying everything to pinned memory."""
 
@@ -174,17 +182,59 @@ class Sampled:
         return Sampled(ids, copy(self.logprob), copy(self.rank), copy(self.top_ids), copy(self.top_logprobs))
 
 
-class Sampler:
-    """Chooses the next token of every row.
+class Vocabulary:
+    """The ids that a model and its tokenizer know: which a request may name, which may be sampled, which end it.
 
-    vocab_size: ids from there on are never chosen, nor are `forbidden_ids` (padding).
+    size: ids from there on are never sampled, nor are those in `forbidden` (padding).
     """
 
-    def __init__(self, table: SamplingTable, vocab_size: int, forbidden_ids: list[int], device: torch.device) -> None:
+    def __init__(self, model_size: int, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.model_size = model_size
+        self.size = min(model_size, tokenizer.vocab_size) if tokenizer else model_size
+        self.eos = sorted(i for i in tokenizer.eos_token_ids if i < self.size) if tokenizer else []
+        pad = tokenizer.pad_token_id if tokenizer else None
+        self.forbidden = [pad] if pad is not None and pad not in self.eos and pad < self.size else []
+
+    def check(self, params: SamplingParams, tokens: np.ndarray) -> None:
+        """Raise ValueError for a token that the model has no row for, or a bias or stop id that is never sampled."""
+        self._check_ids("token", tokens, self.model_size)
+        self._check_ids("logit_bias", params.logit_bias, self.size)
+        self._check_ids("stop_token_ids", params.stop_token_ids, self.size)
+
+    @staticmethod
+    def _check_ids(what: str, ids: Collection[int] | np.ndarray, size: int) -> None:
+        array = np.fromiter(ids, np.int64, len(ids))
+        bad = array[(array < 0) | (array >= size)]
+        if len(bad):
+            raise ValueError(f"{what}: id {bad[0]} is outside the vocabulary of {size}")
+
+    def stop_ids(self, params: SamplingParams) -> list[int]:
+        return [*([] if params.ignore_eos else self.eos), *params.stop_token_ids]
+
+    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of each bad word, at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer")
+        found: list[list[int]] = []
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found and max(ids) < self.size:
+                    found.append(ids)
+        return found
+
+
+class Sampler:
+    """Chooses the next token of every row."""
+
+    def __init__(self, table: SamplingTable, vocabulary: Vocabulary, device: torch.device) -> None:
         self.table = table
-        self.vocab_size = vocab_size
-        self.forbidden = torch.tensor(forbidden_ids, dtype=torch.int64, device=device)
-        self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
+        self.vocab_size = vocabulary.size
+        self.forbidden = torch.tensor(vocabulary.forbidden, dtype=torch.int64, device=device)
+        self.token_ids = torch.arange(self.vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
     def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Sampled:
         """logits: [R, >= vocab_size]. rows: int64 [R] into the table. lengths: int64 [R], tokens known, which is the
@@ -206,10 +256,11 @@ class Sampler:
             ids = scores.argmax(-1)
             at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
             ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
-        return Sampled(ids) if wanted < 0 else self._with_logprobs(raw, ids, wanted)
+        return Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
 
     @staticmethod
-    def _with_logprobs(raw: Tensor, ids: Tensor, wanted: int) -> Sampled:
+    def with_logprobs(raw: Tensor, ids: Tensor, wanted: int) -> Sampled:
+        """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives."""
         logprobs = raw.float().log_softmax(-1)
         logprob = logprobs.gather(1, ids.unsqueeze(1))
         top_logprobs, top_ids = logprobs.topk(max(wanted, 1), dim=-1)
