@@ -159,7 +159,8 @@ def _wrapped_haproxy(folder: Path, binary: str, *ports: int) -> Path:
     """An executable that starts HAProxy with the listeners on `ports` on loopback, and lets it die with its manager.
 
     Ray's template binds stats and metrics to every interface, without a key, and has no option for it; and HAProxy
-    outlives a Ray that is killed, port and all.
+    outlives a Ray that is killed, port and all. Splicing is off (-dS): with it, HAProxy 2.8 doesn't see a client leave
+    whose request body came in a packet of its own, until the answer begins.
     """
     script = folder / "haproxy.py"
     script.write_text(_HAPROXY_WRAPPER.format(python=sys.executable, ports=ports, binary=binary))
@@ -181,7 +182,7 @@ if "-f" in sys.argv:
         text = re.sub(rf"^(\\s*bind )\\*?:{{port}}$", rf"\\g<1>127.0.0.1:{{port}}", text, flags=re.M)
     with open(path, "w") as file:
         file.write(text)
-os.execv({binary!r}, [{binary!r}, *sys.argv[1:]])
+os.execv({binary!r}, [{binary!r}, "-dS", *sys.argv[1:]])
 """
 
 
