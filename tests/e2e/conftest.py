@@ -98,10 +98,15 @@ class Deployed:
         self.cluster.call("deploy", options={**self.options, "num_replicas": replicas}, wait=False)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], object],
+    timeout: float = 60.0,
+    describe: Callable[[], str] = lambda: "it didn't come to pass",
+) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "it didn't come to pass"
+        if time.monotonic() > deadline:
+            pytest.fail(describe())
         time.sleep(0.05)
 
 

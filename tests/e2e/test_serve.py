@@ -1,0 +1,137 @@
+"""The whole path over real HTTP: many clients, clients that leave, several Routers, Serve's own commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ROOT, Cluster, Deployed, wait_until
+
+
+def body(seed: int, tokens: int) -> dict[str, Any]:
+    return {"prompt": f"client {seed}", "max_tokens": tokens, "seed": seed, "ignore_eos": True, "stream": True}
+
+
+async def read(client: httpx.AsyncClient, url: str, seed: int, tokens: int, events: int | None = None) -> list[str]:
+    """The data lines of a stream; the connection is closed after `events` of them."""
+    lines: list[str] = []
+    async with client.stream("POST", f"{url}/v1/completions", json=body(seed, tokens)) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line.removeprefix("data: "))
+            if events is not None and len(lines) == events:
+                break
+    return lines
+
+
+def text(lines: list[str]) -> str:
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
+
+
+def clients() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
+
+def wait_for_whole_engines(app: Deployed) -> None:
+    """Until no sequence is left and every page is back."""
+    engines: list[dict[str, Any]] = []
+
+    def whole() -> bool:
+        engines[:] = [snapshot["engine"] for snapshot in app.snapshots()]
+        return all(
+            engine["running"] == engine["waiting"] == engine["held_pages"] == 0
+            and engine["free_pages"] + engine["cached_pages"] == engine["total_pages"]
+            for engine in engines
+        )
+
+    wait_until(whole, describe=lambda: f"{engines} {httpx.get(app.url + '/metrics').text}")
+
+
+async def test_two_hundred_streams_half_of_them_closed(deploy: Callable[..., Deployed]) -> None:
+    app = deploy(max_batch_size=64)
+    async with clients() as client:
+        reads = [read(client, app.url, seed, 40, events=3 if seed % 2 else None) for seed in range(200)]
+        results = await asyncio.gather(*reads)
+        for seed, lines in enumerate(results):
+            if seed % 2:
+                assert len(lines) == 3
+            else:
+                assert lines[-1] == "[DONE]" and lines.count("[DONE]") == 1
+                assert text(lines) and '"finish_reason":"length"' in lines[-2]
+        wait_for_whole_engines(app)
+        alone = await read(client, app.url, 4, 40)
+        assert text(alone) == text(results[4])
+    page = httpx.get(f"{app.url}/metrics").text
+    assert not [
+        line for line in page.splitlines() if line.startswith("llm_http_requests_total") and 'status="5' in line
+    ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_sequence(deploy: Callable[..., Deployed], stream: bool) -> None:
+    app = deploy(max_batch_size=8, max_model_len=8192)
+    before = app.snapshots()[0]["engine"]
+    async with clients() as client:
+        request = {**body(1, 8000), "stream": stream}
+        posts = [asyncio.create_task(client.post(f"{app.url}/v1/completions", json=request)) for _ in range(4)]
+        await asyncio.to_thread(wait_until, lambda: app.snapshots()[0]["engine"]["running"] == 4)
+        for post in posts:
+            post.cancel()
+        await asyncio.wait(posts)
+        await asyncio.to_thread(wait_for_whole_engines, app)
+    after = app.snapshots()[0]["engine"]
+    assert after["aborted_requests"] - before["aborted_requests"] == 4
+    assert after["generated_tokens"] - before["generated_tokens"] < 4 * 8000
+
+
+async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]) -> None:
+    app = deploy(num_routers=2, num_replicas=2, max_batch_size=16)
+    async with clients() as client:
+        results = await asyncio.gather(*[read(client, app.url, seed % 8, 30) for seed in range(64)])
+    for seed, lines in enumerate(results):
+        assert text(lines) == text(results[seed % 8])
+    page = httpx.get(f"{app.url}/metrics").text.splitlines()
+    served = [line for line in page if line.startswith('llm_http_requests_total{replica="Router')]
+    assert len({line.split('replica="')[1].split('"')[0] for line in served}) == 2
+    assert all(snapshot["pumps"] == 2 for snapshot in app.snapshots())
+
+
+def test_an_open_proxy_without_a_key_is_refused_by_the_builder(cluster: Cluster) -> None:
+    with pytest.raises(RuntimeError, match="unknown option max_bach_size: did you mean max_batch_size"):
+        cluster.call("deploy", options={"model": "dummy", "max_bach_size": 4}, wait=False)
+
+
+def test_serve_config_is_what_serve_and_we_accept() -> None:
+    """Serve takes unknown keys in silence, at every level; here they are looked for."""
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    from app.settings import ServingConfig
+
+    file = ROOT / "serve_config.yaml"
+    config = yaml.safe_load(file.read_text())
+    parsed = ServeDeploySchema.model_validate(config).model_dump(exclude_unset=True)
+    _same_keys(config, parsed, "")
+    [application] = config["applications"]
+    ServingConfig.from_options(application["args"])
+    assert {deployment["name"] for deployment in application["deployments"]} <= {"Router", "EngineReplica"}
+    service = yaml.safe_load((ROOT / "k8s" / "rayservice.yaml").read_text())
+    embedded = yaml.safe_load(service["spec"]["serveConfigV2"])
+    _same_keys(embedded, ServeDeploySchema.model_validate(embedded).model_dump(exclude_unset=True), "")
+    ServingConfig.from_options(embedded["applications"][0]["args"])
+
+
+def _same_keys(given: Any, parsed: Any, where: str) -> None:
+    if isinstance(given, dict) and isinstance(parsed, dict) and not where.endswith(".args"):
+        assert set(given) <= set(parsed), where
+        for key, value in given.items():
+            _same_keys(value, parsed[key], f"{where}.{key}")
+    elif isinstance(given, list):
+        for one, other in zip(given, parsed, strict=True):
+            _same_keys(one, other, where)
