@@ -75,7 +75,6 @@ class _Counters:
     steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0
@@ -216,7 +215,7 @@ class ContinuousBatchingEngine:
             self._lock.notify_all()
         return request.request_id
 
-    def check_request(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """Raise ValueError for what `add_request` would refuse whenever it came."""
         self.scheduler.check_fits(self._new_sequence(request, None))
 
@@ -228,23 +227,13 @@ class ContinuousBatchingEngine:
             prompt_ids = self.tokenizer.encode(request.prompt or "")
             if not prompt_ids:
                 raise ValueError("prompt has no tokens")
-        reader = None
         if request.stop and tag is not None:
             raise ValueError("stop strings of a tagged request are its sink's")
-        if request.stop:
-            if self.tokenizer is None:
-                raise ValueError("stop needs a tokenizer")
+        check_request(request, prompt_ids, self.vocabulary, self.max_seq_len)
+        reader = None
+        if request.stop and self.tokenizer is not None:
             reader = TextStream(self.tokenizer, prompt_ids, request, request.output_ids)
-        limit = len(prompt_ids) + request.max_new_tokens
-        if limit > self.max_seq_len:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} "
-                f"are more than the context of {self.max_seq_len}"
-            )
         tokens = np.array([*prompt_ids, *request.output_ids], dtype=np.int32)
-        self.vocabulary.check(request, tokens)
-        if request.adapter is not None:
-            raise ValueError(f"unknown adapter {request.adapter!r}")
         digests = [PrefixIndex.root(request.cache_salt, request.adapter)]
         if self.pool.index is not None:
             self.pool.index.extend(digests, tokens)
@@ -255,7 +244,7 @@ class ContinuousBatchingEngine:
             tag=-1 if tag is None else tag,
             tokens=tokens,
             prompt_len=len(prompt_ids),
-            limit=limit,
+            limit=len(prompt_ids) + request.max_new_tokens,
             key=now + request.priority * self.scheduler.aging_seconds,
             seed=draw_seed() if request.seed is None else request.seed,
             stop_ids=self.vocabulary.stop_ids(request),
@@ -326,7 +315,6 @@ class ContinuousBatchingEngine:
             self.sampling.set(
                 row, sequence.request, sequence.seed, sequence.prompt_len, sequence.stop_ids, sequence.bad_words
             )
-            self._counters.cached_tokens += sequence.cached_tokens
         self.table.fresh[new] = False
 
     def _forward_and_sample(
@@ -354,6 +342,7 @@ class ContinuousBatchingEngine:
             generated = 0
             finished_before = self._counters.finished_requests
             if ready is not None:
+                self._record_prompt_logprobs(ready)
                 output, generated = self._commit(ready.plan, ready.sampled)
             if plan is not None and error is not None:
                 self._fail(plan, error)
@@ -444,6 +433,17 @@ class ContinuousBatchingEngine:
                 told[sequence.tag] = [entry]
         return told
 
+    def _record_prompt_logprobs(self, ready: LaunchedStep) -> None:
+        for index, offset, scores in ready.prompt_scores:
+            sequence = self.table.sequences[ready.plan.rows[index]]
+            if sequence is None or sequence.uid != ready.plan.uids[index]:
+                continue
+            start = int(ready.plan.starts[index]) + offset
+            wanted = sequence.request.prompt_logprobs or 0
+            del sequence.prompt_logprobs[start + 1 :]  # a preempted prompt is read again
+            sequence.prompt_logprobs += [None] if start == 0 and not sequence.prompt_logprobs else []
+            sequence.prompt_logprobs += [scores.token_logprobs(i, wanted) for i in range(len(scores.ids))]
+
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
         for row in plan.rows[self.table.uid[plan.rows] == plan.uids].tolist():
@@ -490,6 +490,7 @@ class ContinuousBatchingEngine:
             stop_reason=stop_reason,
             error=error,
             attempt=request.attempt,
+            queue_seconds=(sequence.admitted or time.monotonic()) - sequence.arrival,
             logprobs=logprobs,
             prompt_logprobs=sequence.prompt_logprobs if request.prompt_logprobs is not None else None,
         )
@@ -559,6 +560,7 @@ class ContinuousBatchingEngine:
                 max_batch_size=self.max_batch_size,
                 max_seq_len=self.max_seq_len,
                 preemptions=self.scheduler.preemptions,
+                cached_tokens=self.scheduler.cached_tokens,
                 **{name: getattr(counters, name) for name in counters.__slots__},
             )
 
@@ -579,6 +581,20 @@ class ContinuousBatchingEngine:
 
 
 _NO_TOKENS = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def check_request(request: GenerationRequest, prompt_ids: list[int], vocabulary: Vocabulary, max_seq_len: int) -> None:
+    """Raise ValueError for a request that can't be run, whatever runs it."""
+    if len(prompt_ids) + request.max_new_tokens > max_seq_len:
+        raise ValueError(
+            f"prompt of {len(prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} "
+            f"are more than the context of {max_seq_len}"
+        )
+    if vocabulary.tokenizer is None and (request.stop or request.bad_words):
+        raise ValueError(f"{'stop' if request.stop else 'bad_words'} needs a tokenizer")
+    if request.adapter is not None:
+        raise ValueError(f"unknown adapter {request.adapter!r}")
+    vocabulary.check(request, [*prompt_ids, *request.output_ids])
 
 
 def _sane_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,11 +15,15 @@ from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
 
 
+_SLICE = 256  # prompt positions whose logits exist at a time
+
+
 @dataclass(slots=True)
 class LaunchedStep:
     plan: StepPlan
     sampled: Sampled | None  # a row for each sampling run, on its way to the host
     ready: torch.cuda.Event | None
+    prompt_scores: list[tuple[int, int, Sampled]] = field(default_factory=list)  # run, offset in it, its next tokens
 
 
 class ModelRunner:
@@ -41,8 +45,9 @@ class ModelRunner:
         )
         token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
         hidden = self.model.hidden_states(table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
+        prompt_scores = self._score_prompts(plan, hidden)
         if not plan.samples.any():
-            return LaunchedStep(plan, None, None)
+            return LaunchedStep(plan, None, None, prompt_scores)
         last = np.cumsum(plan.counts) - 1
         if len(hidden) != plan.samples.sum():
             hidden = hidden[self._to_device(last[plan.samples])]
@@ -50,11 +55,26 @@ class ModelRunner:
         sampled = self.sampler(self.model.logits(hidden), rows, lengths, table.device_tokens)
         table.device_tokens.index_put_((self._to_device(rows), self._to_device(lengths)), sampled.ids.to(torch.int32))
         if self.device.type != "cuda":
-            return LaunchedStep(plan, sampled, None)
+            return LaunchedStep(plan, sampled, None, prompt_scores)
         sampled = sampled.to_host()
         ready = torch.cuda.Event()
         ready.record()
-        return LaunchedStep(plan, sampled, ready)
+        return LaunchedStep(plan, sampled, ready, prompt_scores)
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, int, Sampled]]:
+        """Log-probabilities of the prompt tokens that follow the runs' positions, for the rows that want them."""
+        table, wanted = self.table, self.sampler.table.num_prompt_logprobs[plan.rows]
+        scores = []
+        for index in np.flatnonzero(wanted >= 0).tolist():
+            row, start = int(plan.rows[index]), int(plan.starts[index])
+            end = min(start + int(plan.counts[index]), int(table.prompt_len[row]) - 1)
+            targets = table.device_tokens[row, start + 1 : max(end, start) + 1].long()
+            run = hidden[int(plan.counts[:index].sum()) :][: len(targets)]
+            for i in range(0, len(targets), _SLICE):
+                logits = self.model.logits(run[i : i + _SLICE])
+                part = targets[i : i + _SLICE]
+                scores.append((index, i, self.sampler.with_logprobs(logits, part, int(wanted[index]))))
+        return scores
 
     @staticmethod
     def collect(launched: LaunchedStep) -> Sampled | None:

@@ -21,7 +21,8 @@ from engine.tokenization import Tokenizer
 
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
 _GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
-_GOLDEN32, _MIX1, _MIX2 = -1640531535, -2048144789, -1028477387  # 2**32 / phi; murmur3's finaliser
+_GOLDEN32 = -1640531535  # 2654435761, the prime next to 2**32 / phi (Knuth)
+_MIX1, _MIX2 = -2048144789, -1028477387  # murmur3's finaliser
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +115,7 @@ class SamplingTable:
         self.biased = np.zeros(rows, dtype=bool)
         self.has_min_len = np.zeros(rows, dtype=bool)
         self.num_logprobs = np.full(rows, -1)  # -1: none wanted
+        self.num_prompt_logprobs = np.full(rows, -1)
         self.bad_words: dict[int, list[list[int]]] = {}
 
     def set(
@@ -142,6 +144,7 @@ class SamplingTable:
         self.biased[row] = bool(params.logit_bias)
         self.has_min_len[row] = params.min_tokens > 0 and bool(stop_ids)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.bad_words.pop(row, None)
         if bad:
             self.bad_words[row] = bad
@@ -196,14 +199,14 @@ class Vocabulary:
         pad = tokenizer.pad_token_id if tokenizer else None
         self.forbidden = [pad] if pad is not None and pad not in self.eos and pad < self.size else []
 
-    def check(self, params: SamplingParams, tokens: np.ndarray) -> None:
+    def check(self, params: SamplingParams, tokens: list[int]) -> None:
         """Raise ValueError for a token that the model has no row for, or a bias or stop id that is never sampled."""
         self._check_ids("token", tokens, self.model_size)
         self._check_ids("logit_bias", params.logit_bias, self.size)
         self._check_ids("stop_token_ids", params.stop_token_ids, self.size)
 
     @staticmethod
-    def _check_ids(what: str, ids: Collection[int] | np.ndarray, size: int) -> None:
+    def _check_ids(what: str, ids: Collection[int], size: int) -> None:
         array = np.fromiter(ids, np.int64, len(ids))
         bad = array[(array < 0) | (array >= size)]
         if len(bad):
@@ -214,12 +217,9 @@ class Vocabulary:
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of each bad word, at the start of a text and after a space."""
-        if not params.bad_words:
-            return []
-        if self.tokenizer is None:
-            raise ValueError("bad_words needs a tokenizer")
         found: list[list[int]] = []
         for word in params.bad_words:
+            assert self.tokenizer is not None
             for text in (word, " " + word.lstrip()):
                 ids = self.tokenizer.encode(text, add_special_tokens=False)
                 if ids and ids not in found and max(ids) < self.size:

@@ -10,6 +10,7 @@ never is, so that every step with work makes progress.
 from __future__ import annotations
 
 import heapq
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +51,7 @@ class Scheduler:
         self.aging_seconds = aging_seconds
         self.num_waiting = 0
         self.preemptions = 0
+        self.cached_tokens = 0  # of prompts, found in the prefix index
         self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they come up
         self._free_rows = list(range(len(table.sequences) - 1, -1, -1))
         self._pending: dict[bytes, Sequence] = {}  # full pages that a running sequence will compute
@@ -211,7 +213,7 @@ class Scheduler:
         full = (count - 1) // size  # the last token is computed always: its logits are wanted
         pages: list[int] = []
         tail_page, tail = -1, 0
-        if pool.index is not None:
+        if pool.index is not None and not sequence.reads_whole_prompt:
             match = pool.index.match(sequence.digests[: full + 1], sequence.tokens[: count - 1], pool.retention)
             pages, tail_page, tail = match.pages, match.tail_page, match.tail_tokens
             if len(pages) < full and sequence.digests[len(pages) + 1] in self._pending:
@@ -232,7 +234,10 @@ class Scheduler:
         table.num_pages[row] = table.published[row] = len(pages)
         table.first_page[row] = len(pages) - len(held)
         hit = len(pages) * size + tail
-        sequence.cached_tokens = hit
+        if not sequence.admitted:
+            sequence.admitted = time.monotonic()
+            sequence.cached_tokens = hit
+            self.cached_tokens += hit
         run = min(count - hit, budget, (len(pages) + pool.available) * size - hit)
         if tail:
             pool.touch(tail_page)

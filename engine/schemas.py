@@ -120,6 +120,7 @@ class GenerationResult:
     stop_reason: str | int | None = None
     error: str | None = None
     attempt: int = 0
+    queue_seconds: float = 0.0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 

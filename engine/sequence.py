@@ -39,9 +39,14 @@ class Sequence:
     status: Status = Status.WAITING
     row: int = -1
     cached_tokens: int = 0
-    admitted: float = 0.0
+    admitted: float = 0.0  # when it first got a row
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Cached pages don't serve a prompt whose own log-probabilities are wanted."""
+        return self.request.prompt_logprobs is not None
 
     def __lt__(self, other: Sequence) -> bool:
         return (self.key, self.uid) < (other.key, other.uid)
