@@ -4,7 +4,8 @@
 
 Starts `llm-serve` with a model whose forward only sleeps, so that the CPU time left is the serving tier's own: HTTP,
 scheduling, sampling, tokens on their way. llm-bench sends 32 tokens and asks for 16, streamed and not. CPU time is read
-from /proc for every process of the server; what those burn without load is measured first and shown apart.
+from /proc for every process of the server; what those burn without load is measured first and shown apart. Where others
+share the cores, all of it grows, the client's too: compare the client's figure before comparing two runs.
 """
 
 from __future__ import annotations
@@ -212,20 +213,11 @@ def measure(url: str, pid: int, idle: dict[str, float], options: argparse.Namesp
         "net_total_ms": sum(net.values()),
         "gross_total_ms": 1000 * sum(used.values()) / options.requests,
         "client_ms": report.client_cpu_ms,
-        "yardstick_ms": yardstick_ms(),
         "requests_per_second": report.requests_per_second,
         "input_tokens": report.input_tokens.mean,
         "ttft_ms": report.ttft_ms and report.ttft_ms.model_dump(),
         "e2e_ms": report.e2e_ms.model_dump(),
     }
-
-
-def yardstick_ms() -> float:
-    """CPU milliseconds of a fixed piece of Python: they grow when others share the cores, as those of a request do."""
-    begin = time.process_time()
-    for number in range(10):
-        json.loads(json.dumps(list(range(number, number + 20_000))))
-    return 1000 * (time.process_time() - begin)
 
 
 def table(rounds: dict[str, list[dict[str, Any]]], idle: dict[str, float], options: argparse.Namespace) -> Any:
@@ -247,7 +239,7 @@ def table(rounds: dict[str, list[dict[str, Any]]], idle: dict[str, float], optio
         out.add_row(label, *cells, f"{1000 * sum(idle.get(name, 0.0) for name in group):.1f}")
     out.add_section()
     rows = (("server, net of idle", "net_total_ms"), ("server, all", "gross_total_ms"), ("client", "client_ms"))
-    for name, key in (*rows, ("requests/s", "requests_per_second"), ("yardstick, ms", "yardstick_ms")):
+    for name, key in (*rows, ("requests/s", "requests_per_second")):
         idle_cell = f"{1000 * sum(idle.values()):.1f}" if key == "gross_total_ms" else ""
         out.add_row(name, *(shown([each[key] for each in mode]) for mode in rounds.values()), idle_cell)
     return out
