@@ -58,7 +58,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP) $(DEMO_MODEL)/config.json
-	@$(BIN)/python benchmarks/engine.py $(ARGS)
+	@$(BIN)/python benchmarks/throughput.py $(ARGS)
 
 clean:
 	rm -rf .venv models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
