@@ -163,6 +163,7 @@ class ContinuousBatchingEngine:
         self._counters = _Counters()
         self._observer: Callable[[StepStats], None] | None = None
         self._sink: Callable[[StepTokens], None] | None = None
+        self._observed = 0  # ends that the stats of a step have counted
         self._checked = True
 
     @classmethod
@@ -340,7 +341,6 @@ class ContinuousBatchingEngine:
         with self._lock:
             output = None
             generated = 0
-            finished_before = self._counters.finished_requests
             if ready is not None:
                 self._record_prompt_logprobs(ready)
                 output, generated = self._commit(ready.plan, ready.sampled)
@@ -367,8 +367,9 @@ class ContinuousBatchingEngine:
                 free_pages=self.pool.free_pages,
                 max_batch_size=self.max_batch_size,
                 generated=generated,
-                finished=self._counters.finished_requests - finished_before,
+                finished=self._counters.finished_requests - self._observed,
             )
+            self._observed = self._counters.finished_requests
             return stats, output
 
     def _commit(self, plan: StepPlan, sampled: Sampled | None) -> tuple[StepTokens | None, int]:
@@ -479,10 +480,19 @@ class ContinuousBatchingEngine:
             self.sampling.clear(row)
         request = sequence.request
         del self._live[request.request_id]
+        if len(self._deadlines) > 2 * len(self._live):
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
+        text = ""
+        if sequence.tag < 0:
+            try:
+                text = self._text(sequence, token_ids)
+            except ValueError as failure:
+                reason, error = FinishReason.ERROR, str(failure)
         logprobs = sequence.logprobs[: len(token_ids)] if request.logprobs is not None else None
         result = GenerationResult(
             request_id=request.request_id,
-            text="",
+            text=text,
             token_ids=token_ids,
             finish_reason=reason,
             prompt_tokens=sequence.prompt_len,
@@ -501,10 +511,6 @@ class ContinuousBatchingEngine:
         if sequence.tag >= 0:
             self._ended.append((sequence.tag, result))
             return
-        try:
-            result.text = self._text(sequence, token_ids)
-        except ValueError as failure:
-            result.finish_reason, result.error = FinishReason.ERROR, str(failure)
         self._results[request.request_id] = result
         while len(self._results) > self._max_results:
             self._results.popitem(last=False)
@@ -566,13 +572,17 @@ class ContinuousBatchingEngine:
 
     def unload_model(self) -> None:
         """End every request with an error, and let go of the weights and the pool. The engine is of no more use."""
-        with self._turn, self._lock:
-            for sequence in list(self._live.values()):
-                known = int(self.table.known[sequence.row]) if sequence.row >= 0 else len(sequence.tokens)
-                self._end(sequence, FinishReason.ERROR, known, error="the model was unloaded")
-            self._in_flight = None
-            self._runner = None
-            self.pool.drop()
+        with self._turn:
+            with self._lock:
+                for sequence in list(self._live.values()):
+                    known = int(self.table.known[sequence.row]) if sequence.row >= 0 else len(sequence.tokens)
+                    self._end(sequence, FinishReason.ERROR, known, error="the model was unloaded")
+                self._in_flight = None
+                self._runner = None
+                self.pool.drop()
+                ended, self._ended = self._ended, []
+            if ended and self._sink is not None:
+                self._sink(StepTokens(*_NO_TOKENS, finished=ended))
 
     def _runner_or_raise(self) -> ModelRunner:
         if self._runner is None:
@@ -589,6 +599,10 @@ def check_request(request: GenerationRequest, prompt_ids: list[int], vocabulary:
         raise ValueError(
             f"prompt of {len(prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} "
             f"are more than the context of {max_seq_len}"
+        )
+    if len(request.output_ids) > request.max_new_tokens:
+        raise ValueError(
+            f"output_ids: {len(request.output_ids)} tokens are more than max_new_tokens {request.max_new_tokens}"
         )
     if vocabulary.tokenizer is None and (request.stop or request.bad_words):
         raise ValueError(f"{'stop' if request.stop else 'bad_words'} needs a tokenizer")

@@ -52,7 +52,7 @@ class Scheduler:
         self.num_waiting = 0
         self.preemptions = 0
         self.cached_tokens = 0  # of prompts, found in the prefix index
-        self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they come up
+        self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they are half of it
         self._free_rows = list(range(len(table.sequences) - 1, -1, -1))
         self._pending: dict[bytes, Sequence] = {}  # full pages that a running sequence will compute
 
@@ -97,6 +97,9 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.num_waiting -= 1
         sequence.status = Status.FINISHED
+        if len(self._waiting) > 2 * self.num_waiting:
+            self._waiting = [sequence for sequence in self._waiting if sequence.status is Status.WAITING]
+            heapq.heapify(self._waiting)
 
     def plan(self, in_flight: bool) -> StepPlan | None:
         """The next step; None when there is nothing to run, or when a preemption must wait until the step in flight
@@ -284,9 +287,10 @@ class Scheduler:
         """Tell the prefix index of pages filled by committed tokens and, with `tail`, of the one partly filled."""
         table, pool, size = self.table, self.pool, self.pool.page_size
         sequence = table.sequences[row]
-        if pool.index is None or sequence is None:
-            return
         committed = int(table.committed[row])
+        if pool.index is None or sequence is None:
+            table.published[row] = committed // size
+            return
         tokens = table.tokens[row, :committed]
         digests = sequence.digests
         pool.index.extend(digests, tokens)

@@ -13,6 +13,7 @@ from engine.tokenization import TextStream
 
 
 class Status(enum.Enum):
+    NEW = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -36,7 +37,7 @@ class Sequence:
     digests: list[bytes]  # chain over the full pages of `tokens`, root first
     arrival: float
     reader: TextStream | None = None  # cuts at stop strings when the caller does not
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     row: int = -1
     cached_tokens: int = 0
     admitted: float = 0.0  # when it first got a row
