@@ -20,6 +20,8 @@ from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
+_COLDEST = 1e-6  # a lower temperature would overflow, and is no different: fp32 logits are coarser
+_REACH = 64.0  # noise spans less than 26: what lies further below the best is never drawn
 _GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
 _GOLDEN32 = -1640531535  # 2654435761, the prime next to 2**32 / phi (Knuth)
 _MIX1, _MIX2 = -2048144789, -1028477387  # murmur3's finaliser
@@ -121,7 +123,7 @@ class SamplingTable:
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int], bad: list[list[int]]
     ) -> None:
-        self.temperature.set(row, params.temperature)
+        self.temperature.set(row, max(params.temperature, _COLDEST))
         self.top_k.set(row, params.top_k or 0)
         self.top_p.set(row, params.top_p)
         self.log_min_p.set(row, np.log(params.min_p) if params.min_p > 0 else -np.inf)
@@ -193,24 +195,22 @@ class Vocabulary:
 
     def __init__(self, model_size: int, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self.model_size = model_size
         self.size = min(model_size, tokenizer.vocab_size) if tokenizer else model_size
         self.eos = sorted(i for i in tokenizer.eos_token_ids if i < self.size) if tokenizer else []
         pad = tokenizer.pad_token_id if tokenizer else None
         self.forbidden = [pad] if pad is not None and pad not in self.eos and pad < self.size else []
 
     def check(self, params: SamplingParams, tokens: list[int]) -> None:
-        """Raise ValueError for a token that the model has no row for, or a bias or stop id that is never sampled."""
-        self._check_ids("token", tokens, self.model_size)
-        self._check_ids("logit_bias", params.logit_bias, self.size)
-        self._check_ids("stop_token_ids", params.stop_token_ids, self.size)
+        """Raise ValueError for a token, a bias or a stop id that the tokenizer or the model doesn't know."""
+        self._check_ids("token", tokens)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
 
-    @staticmethod
-    def _check_ids(what: str, ids: Collection[int], size: int) -> None:
+    def _check_ids(self, what: str, ids: Collection[int]) -> None:
         array = np.fromiter(ids, np.int64, len(ids))
-        bad = array[(array < 0) | (array >= size)]
+        bad = array[(array < 0) | (array >= self.size)]
         if len(bad):
-            raise ValueError(f"{what}: id {bad[0]} is outside the vocabulary of {size}")
+            raise ValueError(f"{what}: id {bad[0]} is outside the vocabulary of {self.size}")
 
     def stop_ids(self, params: SamplingParams) -> list[int]:
         return [*([] if params.ignore_eos else self.eos), *params.stop_token_ids]
@@ -263,7 +263,7 @@ class Sampler:
         """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives."""
         logprobs = raw.float().log_softmax(-1)
         logprob = logprobs.gather(1, ids.unsqueeze(1))
-        top_logprobs, top_ids = logprobs.topk(max(wanted, 1), dim=-1)
+        top_logprobs, top_ids = logprobs.topk(min(max(wanted, 1), logprobs.shape[1]), dim=-1)
         rank = (logprobs > logprob).sum(-1) + 1
         return Sampled(ids, logprob.squeeze(1), rank, top_ids, top_logprobs)
 
@@ -298,9 +298,7 @@ class Sampler:
         history = tokens[row_ids].long()
         place = torch.arange(history.shape[1], device=scores.device)
         known = place < positions.unsqueeze(1)
-        history = torch.where(
-            known & (history < self.vocab_size), history, history[:, :1].clamp(max=self.vocab_size - 1)
-        )
+        history = torch.where(known, history, history[:, :1])
         seen = scores.gather(1, history)
         penalty = table.repetition.device[row_ids].unsqueeze(1)
         scores.scatter_(1, history, torch.where(seen > 0, seen / penalty, seen * penalty))
@@ -371,11 +369,14 @@ class Sampler:
         total = (scores - values[:, :1]).exp_().sum(-1, keepdim=True)
         total = torch.where(narrow, (exp * inside).sum(-1, keepdim=True), total)
         mass_before = exp.cumsum(-1).sub_(exp)
-        inside &= mass_before < table.top_p.device[row_ids].unsqueeze(1) * total
+        top_p = table.top_p.device[row_ids].unsqueeze(1)
+        inside &= (mass_before < top_p * total) | (top_p == 1)
         inside &= values >= values[:, :1] + table.log_min_p.device[row_ids].unsqueeze(1)
         last = inside.sum(-1, keepdim=True).clamp_(min=1) - 1
         cutoff = values.gather(1, last)
-        return cutoff, (values[:, -1:] < cutoff).squeeze(1)
+        # a top_k past the candidates leaves a mass that they can't tell
+        known = narrow | (top_k == 0) | (top_k >= scores.shape[1]) | (top_p == 1)
+        return cutoff, (known & (values[:, -1:] < cutoff)).squeeze(1)
 
     def _bisect(self, scores: Tensor, row_ids: Tensor) -> Tensor:
         """As `_cutoff`, without sorting: halve the range of scores until the kept mass and count are met."""
@@ -383,8 +384,7 @@ class Sampler:
         top = scores.max(-1, keepdim=True).values
         top_k = table.top_k.device[row_ids].unsqueeze(1)
         top_k = torch.where(top_k > 0, top_k, scores.shape[1])
-        finite = torch.where(scores.isfinite(), scores, top)
-        bottom = finite.min(-1, keepdim=True).values
+        bottom = top - _REACH
         cut_k = _largest_cut(bottom, top, lambda cut: (scores >= cut).sum(-1, keepdim=True) >= top_k)
         exp = (scores - top).exp_().masked_fill_(scores < cut_k, 0)
         wanted = exp.sum(-1, keepdim=True) * table.top_p.device[row_ids].unsqueeze(1)
@@ -394,7 +394,7 @@ class Sampler:
 
 
 def _largest_cut(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest cut, to fp32's last bits, for which the predicate holds; it holds at `low`."""
+    """The largest cut, to fp32's last bits, for which the predicate holds; `low` when there is none."""
     low = torch.where(holds(high), high, low)
     for _ in range(40):
         middle = (low + high) / 2
