@@ -258,10 +258,10 @@ class Sampler:
             ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
         return Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
 
-    @staticmethod
-    def with_logprobs(raw: Tensor, ids: Tensor, wanted: int) -> Sampled:
-        """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives."""
-        logprobs = raw.float().log_softmax(-1)
+    def with_logprobs(self, logits: Tensor, ids: Tensor, wanted: int) -> Sampled:
+        """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives. Rows that
+        only pad the model's vocabulary don't count: no text could be made of them."""
+        logprobs = logits[:, : self.vocab_size].float().log_softmax(-1)
         logprob = logprobs.gather(1, ids.unsqueeze(1))
         top_logprobs, top_ids = logprobs.topk(min(max(wanted, 1), logprobs.shape[1]), dim=-1)
         rank = (logprobs > logprob).sum(-1) + 1
