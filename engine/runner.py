@@ -14,7 +14,6 @@ from engine.sampling import Sampled, Sampler
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
 
-
 _SLICE = 256  # prompt positions whose logits exist at a time
 
 
