@@ -119,7 +119,7 @@ def load_model(
     checkpoint = open_checkpoint(resolve_model(path_or_id, revision, token))
     config = decoder_config(checkpoint.config, str(path_or_id), max_seq_len)
     config.attn_impl, config.mlp_impl = attn_impl, mlp_impl
-    target = checkpoint.dtype if dtype is None else _dtype(dtype)
+    target = checkpoint.dtype if dtype is None else as_dtype(dtype)
     if config.num_layers > len(checkpoint.shapes):
         raise ValueError(f"{path_or_id}: {config.num_layers} layers, but only {len(checkpoint.shapes)} tensors")
     try:
@@ -295,7 +295,8 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
     return ", ".join(ordered[:limit]) + more
 
 
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype by its name. ValueError lists those that weights can have."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype {dtype} is not supported; known: {', '.join(DTYPES)}")

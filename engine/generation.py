@@ -1,0 +1,503 @@
+"""Text from a model without a server: generation backends, their registry, and the offline `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from engine.batch_engine import ContinuousBatchingEngine, check_request
+from engine.models.decoder import DecoderModel, create_decoder_kv_caches
+from engine.models.loader import as_dtype, check_tokenizer, load_generation_defaults, load_model, resolve_model
+from engine.sampling import Sampler, SamplingTable, Vocabulary, draw_seed
+from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, SamplingParams, StepTokens
+from engine.tokenization import Message, TextStream, Tokenizer, load_tokenizer
+
+_PREFILL_CHUNK = 512  # tokens whose logits the eager backend has in memory at once
+
+Prompt = str | Sequence[int] | GenerationRequest
+Deltas = Generator[str, None, GenerationResult]
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def get_generation_backend(name: str = "eager", **options: Any) -> Any:
+    """A new backend, made with `options`: "eager" (one sequence at a time), "batched" (continuous batching), or one
+    that a package offers under the entry-point group `pilotfish.generation_backends`. Raises ValueError that lists
+    the names for another."""
+    plugins = {entry.name: entry for entry in entry_points(group="pilotfish.generation_backends")}
+    if name in _BACKENDS:
+        return _BACKENDS[name](**options)
+    if name in plugins:
+        return plugins[name].load()(**options)
+    known = ", ".join(sorted(_BACKENDS.keys() | plugins.keys()))
+    raise ValueError(f"unknown generation backend {name!r}; known: {known}")
+
+
+class GenerationBackend(ABC):
+    """Continues prompts: text, token ids, or a GenerationRequest.
+
+    Text and ids take SamplingParams, or keywords that are fields of GenerationRequest. Every prompt is checked before
+    anything runs. One that doesn't fit into the context together with its max_new_tokens is a ValueError; with
+    `truncate="left"` its first tokens are dropped instead.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, max_seq_len: int, truncate: Literal["left"] | None) -> None:
+        if truncate not in (None, "left"):
+            raise ValueError(f"truncate must be None or 'left', got {truncate!r}")
+        self.tokenizer, self.max_seq_len, self.truncate = tokenizer, max_seq_len, truncate
+
+    @abstractmethod
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError for a request, with prompt_ids, that can't be run."""
+
+    @abstractmethod
+    def run(self, request: GenerationRequest) -> Deltas:
+        """Text of a prepared request as it comes; the generator returns the result. A forward that fails doesn't
+        raise: the result has finish reason ERROR."""
+
+    @abstractmethod
+    def run_batch(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        """Results of prepared requests with their indices, as they end."""
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> GenerationRequest:
+        """The request of a prompt: tokenized, truncated if that was asked for, and checked."""
+        if isinstance(prompt, GenerationRequest):
+            if params is not None or fields:
+                raise ValueError("a GenerationRequest has its own sampling parameters")
+            request = prompt
+        else:
+            fields["prompt" if isinstance(prompt, str) else "prompt_ids"] = prompt
+            request = GenerationRequest(**(params.model_dump() if params is not None else {}) | fields)
+        ids = request.prompt_ids
+        if ids is None:
+            if self.tokenizer is None:
+                raise ValueError("prompt needs a tokenizer: give prompt_ids")
+            ids = self.tokenizer.encode(request.prompt or "")
+            if not ids:
+                raise ValueError("prompt has no tokens")
+        room = self.max_seq_len - request.max_new_tokens
+        if self.truncate == "left" and room > 0:
+            ids = ids[-room:]
+        request = request.model_copy(update={"prompt": None, "prompt_ids": ids})
+        self.check(request)
+        return request
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Deltas:
+        """New text as it comes: the pieces add up to that of `generate`, and the generator returns the result. Closing
+        it ends the request. Raises RuntimeError when the forward fails."""
+        if self.tokenizer is None:
+            raise ValueError("stream needs a tokenizer")
+        return _raising(self.run(self.prepare(prompt, params, **fields)))
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> GenerationResult:
+        """Raises RuntimeError when the forward fails."""
+        return _drain(_raising(self.run(self.prepare(prompt, params, **fields))))
+
+    def batch_generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
+    ) -> list[GenerationResult]:
+        """Results in the order of the prompts. A bad prompt is a ValueError with its index; one whose forward fails
+        has finish reason ERROR, and the others go on."""
+        if isinstance(prompts, str):
+            raise ValueError("batch_generate takes a list of prompts")
+        return _in_order(self.run_batch(_each("prompts", prompts, lambda p: self.prepare(p, params, **fields))))
+
+
+class EagerBackend(GenerationBackend):
+    """One sequence at a time: a plain loop over the model and its KV caches. It samples as the engine does, so that a
+    seeded request gives the same tokens. The model is moved to `device` and `dtype` where they are given."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        max_seq_len: int | None = None,
+        truncate: Literal["left"] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, max_seq_len or model.max_seq_len, truncate)
+        if self.max_seq_len > model.max_seq_len:
+            raise ValueError(f"max_seq_len {self.max_seq_len} is above the model's {model.max_seq_len}")
+        self.model = model.to(device=device, dtype=dtype).eval()
+        self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
+
+    def check(self, request: GenerationRequest) -> None:
+        check_request(request, request.prompt_ids or [], self.vocabulary, self.max_seq_len)
+
+    def run_batch(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        return ((index, _drain(self.run(request))) for index, request in enumerate(requests))
+
+    def run(self, request: GenerationRequest) -> Deltas:
+        reader = _reader(self.tokenizer, request)
+        result = GenerationResult(
+            request_id=request.request_id,
+            text="",
+            token_ids=list(request.output_ids),
+            finish_reason=FinishReason.LENGTH,
+            prompt_tokens=len(request.prompt_ids or ()),
+            attempt=request.attempt,
+            logprobs=[] if request.logprobs is not None else None,
+            prompt_logprobs=[None] if request.prompt_logprobs is not None else None,
+        )
+        try:
+            for token_id in self._tokens(request, result):
+                result.token_ids.append(token_id)
+                if reader is not None:
+                    if text := reader.push((token_id,)).text:
+                        yield text
+                    if reader.finished:
+                        break
+        except Exception as error:
+            result.finish_reason, result.error = FinishReason.ERROR, f"{type(error).__name__}: {error}"
+        if reader is not None and (rest := _conclude(reader, request, result)):
+            yield rest
+        return result
+
+    def _tokens(self, request: GenerationRequest, result: GenerationResult) -> Iterator[int]:
+        """Sampled tokens up to the limit; another end and log-probabilities go into the result."""
+        deadline = time.monotonic() + (request.timeout or float("inf"))
+        prompt_ids, device = request.prompt_ids or [], self.model.device
+        known, limit = len(prompt_ids) + len(request.output_ids), len(prompt_ids) + request.max_new_tokens
+        if known >= limit:
+            return
+        stop_ids, bad_words = self.vocabulary.stop_ids(request), self.vocabulary.bad_words(request)
+        table = SamplingTable(1, device)
+        table.set(
+            0, request, draw_seed() if request.seed is None else request.seed, len(prompt_ids), stop_ids, bad_words
+        )
+        sampler = Sampler(table, self.vocabulary, device)
+        page_size = self.model.attention.default_page_size
+        caches = create_decoder_kv_caches(self.model, 1, -(-limit // page_size) * page_size)
+        tokens = torch.zeros(1, limit, dtype=torch.int32, device=device)
+        tokens[0, :known] = torch.tensor([*prompt_ids, *request.output_ids])
+        row, computed = np.zeros(1, dtype=np.int64), 0
+        while known < limit:
+            if time.monotonic() >= deadline:
+                result.finish_reason = FinishReason.DEADLINE
+                return
+            end = min(known, computed + _PREFILL_CHUNK)
+            with torch.inference_mode():
+                logits = self.model(tokens[:, computed:end], kv_caches=caches, use_cache=True)[0][0]
+                if result.prompt_logprobs is not None and request.prompt_logprobs is not None:
+                    targets = tokens[0, computed + 1 : min(end + 1, len(prompt_ids))].long()
+                    sampled = sampler.with_logprobs(logits[: len(targets)], targets, request.prompt_logprobs)
+                    entries = [sampled.token_logprobs(i, request.prompt_logprobs) for i in range(len(targets))]
+                    result.prompt_logprobs += entries
+                computed = end
+                if computed < known:
+                    continue
+                sampled = sampler(logits[-1:], row, np.array([known]), tokens)
+                token_id = int(sampled.ids[0])
+                tokens[0, known] = token_id
+            if token_id in stop_ids:
+                result.finish_reason = FinishReason.STOP
+                result.stop_reason = token_id if token_id in request.stop_token_ids else None
+                return
+            if result.logprobs is not None and request.logprobs is not None:
+                result.logprobs.append(sampled.token_logprobs(0, request.logprobs))
+            known += 1
+            yield token_id
+
+
+class BatchedBackend(GenerationBackend):
+    """Continuous batching, on `engine`; `engine_options` are those of ContinuousBatchingEngine."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        device: torch.device | str | None = None,
+        truncate: Literal["left"] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        self.engine = ContinuousBatchingEngine(model, tokenizer, device or model.device, **engine_options)
+        super().__init__(tokenizer, self.engine.max_seq_len, truncate)
+        self._tags = itertools.count()
+        self._events: dict[int, deque[int | GenerationResult]] = {}
+        self.engine.set_token_sink(self._deliver)
+
+    def check(self, request: GenerationRequest) -> None:
+        self.engine.check(request)
+
+    def run_batch(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        return _run_on_engine(self.engine, requests)
+
+    def run(self, request: GenerationRequest) -> Deltas:
+        tag = next(self._tags)
+        events = self._events[tag] = deque()
+        reader = _reader(self.tokenizer, request)
+        result: GenerationResult | None = None
+        try:
+            self.engine.add_request(request.model_copy(update={"stop": []}), tag=tag)
+            while result is None:
+                while not events:
+                    self.engine.step()
+                event = events.popleft()
+                if isinstance(event, GenerationResult):
+                    result = event
+                elif reader is not None and not reader.finished:
+                    if text := reader.push((event,)).text:
+                        yield text
+                    if reader.finished:
+                        self.engine.abort(request.request_id)
+        finally:
+            del self._events[tag]
+            if result is None and self.engine.abort(request.request_id):
+                self.engine.step()
+        if reader is not None and (rest := _conclude(reader, request, result)):
+            yield rest
+        return result
+
+    def _deliver(self, step: StepTokens) -> None:
+        tags = np.repeat(step.tags, step.counts).tolist()
+        for tag, event in [*zip(tags, step.tokens.tolist(), strict=True), *step.finished]:
+            if tag in self._events:
+                self._events[tag].append(event)
+
+
+_BACKENDS: Mapping[str, Callable[..., GenerationBackend]] = {"eager": EagerBackend, "batched": BatchedBackend}
+
+
+def batch_generate_requests(
+    target: ContinuousBatchingEngine | GenerationBackend, requests: Sequence[GenerationRequest]
+) -> list[GenerationResult]:
+    """Runs requests together on an engine, which this steps, or on a backend. Results are in the order of the
+    requests; a bad request is a ValueError with its index before anything runs."""
+    if not isinstance(target, ContinuousBatchingEngine):
+        return target.batch_generate(requests)
+    _each("requests", requests, target.check)
+    return _in_order(_run_on_engine(target, requests))
+
+
+def _run_on_engine(
+    engine: ContinuousBatchingEngine, requests: Sequence[GenerationRequest]
+) -> Iterator[tuple[int, GenerationResult]]:
+    """Keeps the engine's queue filled; what still runs when the iterator is closed is aborted."""
+    if len({request.request_id for request in requests}) < len(requests):
+        raise ValueError("two requests have the same request_id")
+    waiting = deque(enumerate(requests))
+    live: dict[str, int] = {}
+    ended = -1
+    try:
+        while waiting or live:
+            while waiting and len(live) < 2 * engine.max_batch_size:
+                index, request = waiting[0]
+                try:
+                    engine.add_request(request)
+                except QueueFull:
+                    break
+                waiting.popleft()
+                live[request.request_id] = index
+            engine.step()
+            busy = engine.wait_for_work(0)
+            before, ended = ended, engine.stats().finished_requests
+            if busy and ended == before:
+                continue
+            for request_id in list(live):
+                if (result := engine.result(request_id)) is not None:
+                    yield live.pop(request_id), result
+            if live and not busy:
+                raise RuntimeError(f"results of {len(live)} requests were read or dropped by someone else")
+    finally:
+        if any([engine.abort(request_id) for request_id in live]):
+            engine.step()
+        for request_id in live:
+            engine.result(request_id)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what came of it. `prompt` is the text, rendered for a chat, or None for token ids. The one element
+    of `outputs` has text, token_ids, finish_reason, logprobs and the rest of GenerationResult."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[GenerationResult]
+    finished: bool = True
+
+
+class LLM:
+    """Offline inference in this process, under the names that vLLM's class has.
+
+    model: a Hugging Face folder, a hub id (at `revision`), a .gguf file, or a DecoderModel. tokenizer: the same, or a
+    Tokenizer; a model that is loaded brings its own. gpu_memory_utilization: how much of the device's free memory the
+    KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on
+    an accelerator, 16 on a CPU. seed: makes requests without a seed repeatable. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | DecoderModel,
+        tokenizer: str | Path | Tokenizer | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int | None = None,
+        revision: str | None = None,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size {tensor_parallel_size} is not supported, only 1")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        target = None if dtype == "auto" else as_dtype(dtype)
+        self._defaults: dict[str, Any] = {}
+        eos: list[int] = []
+        if not isinstance(model, DecoderModel):
+            path = resolve_model(model, revision)
+            self._defaults = load_generation_defaults(path)
+            eos = self._defaults.pop("eos_token_ids")
+            tokenizer = path if tokenizer is None else tokenizer
+            model = load_model(path, dtype=target, device=device, max_seq_len=max_model_len)
+        elif revision is not None:
+            raise ValueError("revision is for hub models")
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(tokenizer)
+            tokenizer.eos_token_ids |= frozenset(eos)
+        if tokenizer is not None:
+            check_tokenizer(model, tokenizer)
+        self.tokenizer = tokenizer
+        self.backend = BatchedBackend(
+            model,
+            tokenizer,
+            device=device,
+            dtype=target,
+            max_seq_len=max_model_len,
+            max_batch_size=max_num_seqs or (16 if torch.device(device).type == "cpu" else 256),
+            memory_fraction=gpu_memory_utilization,
+            enable_prefix_cache=enable_prefix_caching,
+        )
+        self._seeds = None if seed is None else random.Random(seed)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used without `sampling_params`: generation_config.json's, where the model has one."""
+        return SamplingParams(**self._defaults)
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues a prompt or many, each text or token ids, with one SamplingParams for all or one each. Outputs
+        are in the order of the prompts. A bad prompt is a ValueError with its index, before anything runs; one whose
+        forward fails has finish_reason "error"."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: list[Any] = [prompts] if single else list(prompts)
+        return self._generate(many, [p if isinstance(p, str) else None for p in many], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """As `generate`, for a conversation or many. `options` are add_generation_prompt, continue_final_message and
+        tools of `Tokenizer.apply_chat_template`; chat_template_kwargs are further variables of the template."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer")
+        many: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        options |= chat_template_kwargs or {}
+        texts = _each("messages", many, lambda m: tokenizer.apply_chat_template(m, **options))
+        prompts = [tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template) for text in texts]
+        return self._generate(prompts, texts, sampling_params, use_tqdm)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts")
+        requests = _each("prompts", zip(prompts, each, strict=True), lambda pair: self._prepare(*pair))
+        outputs: list[tuple[int, RequestOutput]] = []
+        tokens, start = 0, time.monotonic()
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+            for index, result in self.backend.run_batch(requests):
+                tokens += len(result.token_ids)
+                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
+                bar.update()
+                outputs.append((index, RequestOutput(texts[index], requests[index].prompt_ids or [], [result])))
+        return _in_order(outputs)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
+        if self._seeds is not None and params.seed is None:
+            params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
+        return self.backend.prepare(prompt, params)
+
+
+def _reader(tokenizer: Tokenizer | None, request: GenerationRequest) -> TextStream | None:
+    if tokenizer is None:
+        return None
+    return TextStream(tokenizer, request.prompt_ids or (), request, request.output_ids)
+
+
+def _conclude(reader: TextStream, request: GenerationRequest, result: GenerationResult) -> str:
+    """Writes the text and the cut at a stop string into the result; returns what was held back of the text."""
+    rest = reader.flush()
+    result.text = reader.text
+    if reader.stop is not None:
+        result.token_ids, result.finish_reason = reader.token_ids, FinishReason.STOP
+        result.stop_reason, result.error = reader.stop, None
+        if result.logprobs is not None:
+            del result.logprobs[len(reader.token_ids) - len(request.output_ids) :]
+    return rest
+
+
+def _raising(deltas: Deltas) -> Deltas:
+    result = yield from deltas
+    if result.finish_reason is FinishReason.ERROR:
+        raise RuntimeError(result.error)
+    return result
+
+
+def _drain(deltas: Deltas) -> GenerationResult:
+    while True:
+        try:
+            next(deltas)
+        except StopIteration as end:
+            result: GenerationResult = end.value
+            return result
+
+
+def _each(name: str, items: Iterable[T], make: Callable[[T], U]) -> list[U]:
+    made = []
+    for index, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except ValueError as error:
+            raise ValueError(f"{name}[{index}]: {error}") from error
+    return made
+
+
+def _in_order(indexed: Iterable[tuple[int, T]]) -> list[T]:
+    return [item for _, item in sorted(indexed, key=lambda pair: pair[0])]
