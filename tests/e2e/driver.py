@@ -24,9 +24,8 @@ class Driver:
 
     def start(self, folder: str, port: int) -> None:
         from app.cli import local_environment
-        from app.settings import ServingConfig
 
-        os.environ.update(local_environment(Path(folder), ServingConfig(model="dummy", port=port), {}))
+        os.environ.update(local_environment(Path(folder), {}))
         import ray
         from ray import serve
 

@@ -1,0 +1,119 @@
+"""llm-serve's options and refusals; what it does with Ray is in tests/e2e/test_llm_serve.py."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import _parse, local_environment, main
+from app.haproxy import on_loopback
+from app.settings import ServingConfig
+
+
+def test_every_option_is_a_flag() -> None:
+    options = _parse(
+        [
+            "--model",
+            "m",
+            "--max-batch-size",
+            "4",
+            "--no-enable-prefix-cache",
+            "--model-aliases",
+            "a",
+            "b",
+            "--depth",
+            "0",
+        ]
+    )
+    config = ServingConfig.from_options({**options, "depth": 0})
+    assert (config.model, config.max_batch_size, config.enable_prefix_cache) == ("m", 4, False)
+    assert (config.model_aliases, config.depth) == (["a", "b"], 0)
+    given: list[str] = []
+    for name, field in ServingConfig.model_fields.items():
+        given.append("--" + name.replace("_", "-"))
+        if field.annotation is not bool:
+            given.append("1")
+    assert set(_parse(given)) == set(ServingConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "model: required"),
+        (["--model", "dummy", "--host", "0.0.0.0"], "host 0.0.0.0 is reachable from other machines and no api_key"),
+        (["--model", "dummy", "--host", "127.evil.com"], "no api_key is set"),
+        (
+            ["--model", "dummy", "--max-bach-size", "4"],
+            "--max-bach-size: did you mean --max-batch-size?",
+        ),
+        (["--model", "dummy", "--max-batch-size=0"], "max_batch_size: "),
+        (["--model", "dummy", "--depth", "3"], "depth: "),
+        (["--model", "dummy", "--port"], "--port"),
+        (["--model", "./nothing-here"], "model: no such file or folder: ./nothing-here"),
+    ],
+)
+def test_refusals_are_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_SERVING_API_KEY", "")
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = stop.code  # type: ignore[assignment]
+    shown = capsys.readouterr()
+    assert status == 2
+    assert shown.out == ""
+    assert message in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_taken_port_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["--model", "dummy", "--port", str(taken.getsockname()[1])]) == 2
+    assert "can't listen on 127.0.0.1 port" in capsys.readouterr().err
+
+
+def test_the_guard_comes_before_ray() -> None:
+    code = (
+        "import sys; from app.cli import main; status = main(['--model', 'dummy', '--host', '::']);"
+        "print(status, 'ray' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False False\n"
+
+
+def test_two_instances_share_no_port_and_no_file(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (local_environment(folder, {}) for folder in folders)
+    for name, value in one.items():
+        if name.endswith("PORT") or str(folders[0]) in value:
+            assert other[name] != value, name
+    assert (folders[0] / "token").stat().st_mode & 0o777 == 0o600
+    assert (folders[0] / "token").read_text() != (folders[1] / "token").read_text()
+
+
+def test_an_operators_own_tuning_stays(tmp_path: Path) -> None:
+    environment = local_environment(tmp_path, {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_AUTH_MODE": "disabled"})
+    assert "RAY_SERVE_THROUGHPUT_OPTIMIZED" not in environment
+    assert environment["RAY_AUTH_MODE"] == "token"
+
+
+def test_haproxys_statistics_are_kept_on_loopback() -> None:
+    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+
+    template = HAPROXY_CONFIG_TEMPLATE.replace("{{ config.metrics_port }}", "9101")
+    template = template.replace("{{ config.stats_port }}", "8404")
+    safe = on_loopback(template)
+    assert "bind 127.0.0.1:9101" in safe and "bind 127.0.0.1:8404" in safe
+    assert "bind :9101" not in safe and "bind *:8404" not in safe
+    assert safe.count("bind {{ config.frontend_host }}") == 1
+    assert on_loopback(safe) == safe  # at a reload without a change
+    with pytest.raises(SystemExit):
+        on_loopback("frontend http\n    bind *:80\n")

@@ -1,0 +1,130 @@
+"""Options: the same from arguments, environment and YAML; bounds, near names, and the bind guard."""
+
+from __future__ import annotations
+
+import ipaddress
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.settings import ConfigError, ServingConfig, check_bind, is_loopback
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_SERVING_MODEL", "from-env")
+    monkeypatch.setenv("LLM_SERVING_MAX_BATCH_SIZE", "3")
+    monkeypatch.setenv("LLM_SERVING_MODEL_ALIASES", '["a", "b"]')
+    assert ServingConfig.from_options({}).model == "from-env"
+    config = ServingConfig.from_options({"model": "given"})
+    assert (config.model, config.max_batch_size, config.model_aliases) == ("given", 3, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model: required .as an option or as LLM_SERVING_MODEL."),
+        ({"model": "x", "max_bach_size": 4}, "unknown option max_bach_size: did you mean max_batch_size?"),
+        ({"model": "x", "zzzzz": 4}, "unknown option zzzzz$"),
+        ({"model": " "}, "model: is empty"),
+        ({"model": "x", "port": 0}, "port: .*greater than or equal to 1"),
+        ({"model": "x", "port": 65536}, "port: .*less than or equal to 65535"),
+        ({"model": "x", "max_batch_size": 0}, "max_batch_size: "),
+        ({"model": "x", "max_batch_size": "many"}, "max_batch_size: "),
+        ({"model": "x", "request_timeout": 0}, "request_timeout: "),
+        ({"model": "x", "depth": 2}, "depth: .*less than or equal to 1"),
+        ({"model": "x", "dtype": "int3"}, "dtype: .*'auto', 'float32'"),
+        ({"model": "x", "device": "gpu"}, "device: "),
+        ({"model": "x", "use_paged_attention": False, "page_size": 16}, "page_size needs use_paged_attention"),
+        ({"model": "x", "generation_backend": "eager", "max_batch_size": 4}, "max_batch_size above 1 needs"),
+        ({"model": "x", "tensor_parallel_size": 2}, "unknown option tensor_parallel_size"),
+    ],
+)
+def test_bad_options_are_one_line_that_names_them(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        ServingConfig.from_options(options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_SERVING_MAX_BACH_SIZE", "3")
+    with pytest.raises(ConfigError, match="LLM_SERVING_MAX_BACH_SIZE: did you mean LLM_SERVING_MAX_BATCH_SIZE?"):
+        ServingConfig.from_options({"model": "x"})
+
+
+def test_the_key_is_never_shown_and_an_empty_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServingConfig.from_options({"model": "x", "api_key": "hush-hush"})
+    assert "hush-hush" not in repr(config) + str(config) + config.model_dump_json()
+    assert config.api_key is not None and config.api_key.get_secret_value() == "hush-hush"
+    for empty in ("", "  "):
+        assert ServingConfig.from_options({"model": "x", "api_key": empty}).api_key is None
+    monkeypatch.setenv("LLM_SERVING_API_KEY", "")
+    assert ServingConfig.from_options({"model": "x"}).api_key is None
+
+
+def test_it_survives_a_trip_to_a_replica() -> None:
+    config = ServingConfig.from_options({"model": "x", "api_key": "k", "max_batch_size": 2})
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"model": "models/SmolLM2/"}, ["SmolLM2"]),
+        ({"model": "/a/b/c.Q4_1.gguf"}, ["c.Q4_1"]),
+        ({"model": "owner/name", "model_aliases": ["gpt-4", "name"]}, ["name", "gpt-4"]),
+        ({"model": "owner/name", "served_model_name": "mine"}, ["mine"]),
+    ],
+)
+def test_model_names(options: dict[str, object], names: list[str]) -> None:
+    assert ServingConfig.from_options(options).model_names() == names
+
+
+def test_missing_files(tmp_path: object) -> None:
+    for options, message in [
+        ({"model": f"{tmp_path}/none"}, "model: no such file or folder"),
+        ({"model": "none.gguf"}, "model: no such file or folder: none.gguf"),
+        ({"model": "dummy", "tokenizer": "./none"}, "tokenizer: no such file or folder: ./none"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ServingConfig.from_options(options).check_files()
+    for options in ({"model": str(tmp_path)}, {"model": "owner/name"}, {"model": "dummy"}):
+        ServingConfig.from_options(options).check_files()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.8.9.10", "localhost", "LOCALHOST", "::1", "[::1]", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1"]
+)
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+    check_bind(host, None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "::",
+        "",
+        "*",
+        "10.0.0.1",
+        "127.evil.com",
+        "127.0.0.1.evil.com",
+        "localhost.evil.com",
+        "127.1",
+        "2130706433",
+    ],
+)
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+    check_bind(host, "key")
+    for empty in (None, "", " "):
+        with pytest.raises(ConfigError, match="no api_key is set"):
+            check_bind(host, empty)
+
+
+@given(st.ip_addresses())
+def test_loopback_is_what_ipaddress_says(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+    mapped = getattr(address, "ipv4_mapped", None)
+    assert is_loopback(str(address)) == is_loopback(address.exploded) == (mapped or address).is_loopback

@@ -1,0 +1,175 @@
+"""`llm-serve` as a process: what it says, what it listens on, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from app.cli import free_ports
+from app.settings import is_loopback
+from tests.e2e.conftest import ROOT, wait_until
+
+LLM_SERVE = Path(sysconfig.get_path("scripts")) / "llm-serve"
+
+
+class Server:
+    """A running llm-serve."""
+
+    def __init__(self, port: int, *flags: str, **environment: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [str(LLM_SERVE), "--model", "dummy", "--dtype", "float32", "--port", str(port), *flags],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_ready(self) -> None:
+        def over() -> bool:
+            return any(line.startswith("llm-serve: ready") for line in self.lines) or self.process.poll() is not None
+
+        wait_until(over, 120, lambda: "\n".join(self.lines))
+        assert self.process.poll() is None, "\n".join(self.lines)
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and all that it started."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*flags: str, **environment: str) -> Server:
+        [port] = free_ports(1)
+        server = Server(port, *flags, **environment)
+        servers.append(server)
+        server.wait_ready()
+        return server
+
+    yield start
+    for server in servers:
+        processes = server.tree() if server.process.poll() is None else []
+        server.end()
+        psutil.wait_procs(processes, timeout=30)
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str, int]]:
+    found = []
+    for process in processes:
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.append((process, connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def stream_of(url: str, tokens: int) -> dict[str, Any]:
+    return {"prompt": "hello", "max_tokens": tokens, "seed": 1, "ignore_eos": True, "stream": True}
+
+
+def test_start_guard_and_drain(serve: Callable[..., Server], tmp_path: Path) -> None:
+    before = sorted(Path("/tmp").glob("pilotfish-*"))
+    server = serve("--max-model-len", "4096", HOME=str(tmp_path))
+    configs = [line for line in server.lines if '"event": "server_config"' in line]
+    assert len(configs) == 1
+    config = json.loads(configs[0])
+    assert (config["model_class"], config["dtype"], config["max_seq_len"]) == ("DecoderModel", "float32", 4096)
+    assert config["api_key_set"] is False and config["param_count_total"] > 0
+    assert server.lines[-1] == f"llm-serve: ready: dummy at {server.url}/v1"
+    assert not (tmp_path / ".ray").exists()  # where another Ray of this user looks for its token
+
+    # What isn't on loopback is Ray's own gRPC, and refuses whoever has no token.
+    processes = server.tree()
+    open_ports = [(process, port) for process, ip, port in listening(processes) if not is_loopback(ip)]
+    for process, port in open_ports:
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/", timeout=2)
+        assert _refuses_grpc(port), f"{process.name()} answers on port {port}"
+
+    # A running stream ends first.
+    lines: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=stream_of(server.url, 1500), timeout=60) as answer:
+        for line in answer.iter_lines():
+            lines.append(line)
+            if len(lines) == 10:
+                server.process.send_signal(signal.SIGTERM)
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(60) == 0
+    assert "llm-serve: draining; interrupt again to stop at once" in server.lines
+    _, left = psutil.wait_procs(processes, timeout=20)
+    assert not left
+    assert sorted(Path("/tmp").glob("pilotfish-*")) == before
+
+
+def _refuses_grpc(port: int) -> bool:
+    """Whether Serve's replica service and Ray's own answer a stranger with UNAUTHENTICATED, or not at all."""
+    from ray.serve.generated.serve_pb2 import ASGIRequest
+    from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=5)
+        except grpc.RpcError as error:
+            return error.code() in (
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.UNIMPLEMENTED,
+                grpc.StatusCode.UNAVAILABLE,
+            )
+    return False
+
+
+def test_a_second_signal_ends_at_once(serve: Callable[..., Server]) -> None:
+    server = serve("--max-model-len", "100000", "--max-batch-size", "1")
+    processes = server.tree()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=stream_of(server.url, 90000), timeout=60) as answer:
+        assert next(answer.iter_lines())
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: any("draining" in line for line in server.lines))
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 130
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    [port] = free_ports(1)
+    done = subprocess.run(
+        [str(LLM_SERVE), "--model", str(tmp_path / "model"), "--port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert f"no tokenizer can be loaded from '{tmp_path}/model'" in done.stderr
+    assert "Traceback" not in done.stderr
