@@ -442,7 +442,6 @@ class ContinuousBatchingEngine:
             start = int(ready.plan.starts[index]) + offset
             wanted = sequence.request.prompt_logprobs or 0
             del sequence.prompt_logprobs[start + 1 :]  # a preempted prompt is read again
-            sequence.prompt_logprobs += [None] if start == 0 and not sequence.prompt_logprobs else []
             sequence.prompt_logprobs += [scores.token_logprobs(i, wanted) for i in range(len(scores.ids))]
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:

@@ -42,7 +42,7 @@ class Sequence:
     cached_tokens: int = 0
     admitted: float = 0.0  # when it first got a row
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # nothing precedes the first
 
     @property
     def reads_whole_prompt(self) -> bool:
