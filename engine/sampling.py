@@ -20,7 +20,7 @@ from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
-_COLDEST = 1e-6  # a lower temperature would overflow, and is no different: fp32 logits are coarser
+_COLDEST = 1e-30  # a lower temperature would overflow; this one is argmax already
 _REACH = 64.0  # noise spans less than 26: what lies further below the best is never drawn
 _GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
 _GOLDEN32 = -1640531535  # 2654435761, the prime next to 2**32 / phi (Knuth)
