@@ -72,9 +72,9 @@ FEATURES = st.sampled_from(
         {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "ignore_eos": True},
         {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.4},
         {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 0, "prompt_logprobs": 2},
-        {"temperature": 1.0, "logit_bias": {5: 3.0, 9: -100.0}, "bad_words": ["a", "bc"]},
+        {"temperature": 1.0, "logit_bias": {5: 3.0, 9: -100.0}, "bad_words": ["A", "BC"]},
         {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": [7, 20, 33]},
-        {"temperature": 0.0, "stop": ["x", "q!"], "include_stop_str_in_output": False},
+        {"temperature": 0.0, "stop": ["X", "Q!"], "include_stop_str_in_output": False},
     ]
 )
 
@@ -496,4 +496,4 @@ def test_finished_requests_leave_the_queue_and_the_deadlines() -> None:
     engine.step()
     assert engine.stats().waiting == 0
     gc.collect()
-    assert sum(isinstance(thing, Sequence) for thing in gc.get_objects()) < 4
+    assert sum(type(thing) is Sequence for thing in gc.get_objects()) < 4
