@@ -125,7 +125,12 @@ class ContinuousBatchingEngine:
         model.attention.check(model.head_dim, dtype, self.device)
         page_size = min(page_size or model.attention.default_page_size, self.max_seq_len)
         model.attention.check_page_size(page_size)
-        model = model.to(device=self.device, dtype=dtype).eval()
+        if not model.packed:
+            model = model.to(device=self.device, dtype=dtype).eval()
+        elif (model.device.type, model.dtype) != (self.device.type, dtype):
+            raise ValueError(f"the model was packed as {model.dtype} on {model.device}: load it again for {dtype}")
+        if dtype != torch.float32:
+            model.pack()
         pages_a_sequence = -(-self.max_seq_len // page_size)
         self.pool = KVSlotPool(
             num_pages or _fitting_pages(model, page_size, pages_a_sequence, max_batch_size, memory_fraction),

@@ -7,6 +7,7 @@ one it is paged attention (Kwon et al. 2023); nothing else differs.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,6 +234,14 @@ class PrefixIndex:
             del self._by_digest[entry.digest]
 
 
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros; on a CPU, memory that the system gives when a page is first written (torch.zeros would take it all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+
+
 def _common_start(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
@@ -264,7 +273,7 @@ class KVSlotPool:
             raise ValueError(f"a pool needs at least one page of one token, got {num_pages} of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self.kv = torch.zeros(shape, device=device, dtype=dtype)
+        self.kv = _zeros(shape, torch.device(device), dtype)
         self.pages = [(layer[0], layer[1]) for layer in self.kv]
         self.index = PrefixIndex(page_size) if enable_prefix_cache else None
         self.retention = retention

@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+torch.set_num_threads(1)  # tiny models are faster so, and the servers that tests start need the other core
+
 ROOT = Path(__file__).parents[1]
 
 _SHAPE: dict[str, Any] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.attention import ATTENTION, PackedBatch, write_kv
 from engine.kv_cache import KVCache
-from engine.models.layers import MLPS, RMSNorm, RotaryEmbedding, rotate
+from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding, rotate
 
 
 @dataclass(slots=True)
@@ -99,17 +100,26 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
+        self.qkv_proj: PackedLinear | None = None
+        self.o_proj: nn.Module = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
         self.backend = ATTENTION.create(config.attn_impl)
 
+    def pack(self) -> None:
+        self.qkv_proj, self.o_proj = PackedLinear(self.q_proj, self.k_proj, self.v_proj), PackedLinear(self.o_proj)
+        del self.q_proj, self.k_proj, self.v_proj
+
     def forward(self, x: Tensor, step: _Step, pages: tuple[Tensor, Tensor] | None) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.qkv_proj is None:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        else:
+            q, k, v = self.qkv_proj(x).split(self.qkv_proj.sizes, dim=-1)
+        q = q.unflatten(-1, (self.heads, self.head_dim))
+        k = k.unflatten(-1, (self.kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.kv_heads, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
@@ -170,7 +180,8 @@ class DecoderModel(nn.Module):
     def _build(self) -> None:
         config = self.config
         self.model = _Body(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.packed = False
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
@@ -189,6 +200,17 @@ class DecoderModel(nn.Module):
     def attention(self) -> Any:
         """The attention backend of the layers."""
         return self.model.layers[0].self_attn.backend
+
+    def pack(self) -> None:
+        """Fuse and lay out the weights for inference, for good: the model can't be trained, saved or converted
+        afterwards."""
+        if self.packed:
+            return
+        for module in list(self.model.modules()):
+            if isinstance(pack := getattr(module, "pack", None), MethodType):
+                pack()
+        self.lm_head = PackedLinear(self.lm_head)
+        self.packed = True
 
     def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
         """Final hidden states [T, hidden_size] of packed tokens [T]; with pages, writes the run's keys and values."""

@@ -23,9 +23,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.packed_dtype: torch.dtype | None = None
+
+    def pack(self) -> None:
+        self.packed_dtype = self.weight.dtype
+        self.weight.data = self.weight.data.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = self.weight.dtype
+        dtype = self.packed_dtype or self.weight.dtype
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
 
@@ -97,6 +102,25 @@ def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any], max_s
     return inverse / factor * ramp + inverse * (1 - ramp), attention_factor
 
 
+class PackedLinear(nn.Module):
+    """Linears over one input as one, [N, in] -> [N, sum of outs], for inference. On a CPU the weight is laid out once
+    as oneDNN wants it, where plain linears have it done at every call."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__()
+        self.sizes = [linear.weight.shape[0] for linear in linears]
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.prepacked = weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.prepacked else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.prepacked:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return F.linear(x, self.packed, self.bias)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the SwiGLU of Shazeer 2020."""
 
@@ -104,10 +128,18 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj: nn.Module = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj: PackedLinear | None = None
+
+    def pack(self) -> None:
+        self.gate_up_proj, self.down_proj = PackedLinear(self.gate_proj, self.up_proj), PackedLinear(self.down_proj)
+        del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class PlainMLP(nn.Module):

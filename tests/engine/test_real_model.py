@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ QUESTIONS = (
 )
 NEW_TOKENS = 32
 NEAR_TIE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_cores() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
