@@ -38,7 +38,7 @@ class ServingConfig(BaseSettings):
     model_aliases: list[str] = Field(default_factory=list, description="further names clients may use")
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda|mps)(:\d+)?$", description="auto, cpu, cuda or mps")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda)(:\d+)?$", description="auto, cpu or cuda")
     attn_impl: str = Field("mha", description="attention backend, a name in the engine's registry")
     generation_backend: Literal["batched", "eager"] = Field("batched", description="eager: one request at a time")
 

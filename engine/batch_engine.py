@@ -115,6 +115,8 @@ class ContinuousBatchingEngine:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {device} is not supported; known: cpu, cuda")
         self.tokenizer = tokenizer
         self.depth = depth
         self.max_batch_size = max_batch_size
@@ -123,7 +125,7 @@ class ContinuousBatchingEngine:
             raise ValueError(f"max_seq_len {self.max_seq_len} is above the model's {model.max_seq_len}")
         dtype = dtype or _sane_dtype(model.dtype, self.device)
         model.attention.check(model.head_dim, dtype, self.device)
-        page_size = min(page_size or model.attention.default_page_size, self.max_seq_len)
+        page_size = page_size or model.attention.default_page_size
         model.attention.check_page_size(page_size)
         if not model.packed:
             model = model.to(device=self.device, dtype=dtype).eval()

@@ -117,4 +117,11 @@ def _sdpa() -> AttentionBackend:
     return SDPAttention()
 
 
+def _flash() -> AttentionBackend:
+    from engine.attention.flash import FlashAttention
+
+    return FlashAttention()
+
+
 ATTENTION.register("mha", _sdpa)
+ATTENTION.register("flash_attn", _flash)
