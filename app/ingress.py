@@ -351,6 +351,8 @@ class Ingress:
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int | None, param: str) -> int:
         """max_new_tokens: what is wanted, else the default, or as much of it as the context has room for."""
+        if not self.router.max_model_len:
+            raise ApiError(503, "no replica is ready yet")
         room = self.router.max_model_len - prompt_tokens
         if room < 1 or (wanted is not None and wanted > room):
             asked = f" and {param} is {wanted}" if wanted is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,8 @@ class _RouterIngress(Router):
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         routers = serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
         super().__init__(config, EngineClient(engines, routers), tokenizer, _replica_name())
-        configure_access_log()
+        # Not sys.stderr: Serve has put its own logger there, which costs more than the line.
+        configure_access_log(sys.__stderr__)
         self._exporting = asyncio.create_task(_export(self.metrics))
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -296,20 +296,21 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
 
     tokenizer = load_tokenizer(config)
     model = _load_model(config, tokenizer)
+    # The engine packs the weights, after which they are no parameters any more.
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer)
     engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
     while engine.scheduler.has_pending_work:
         engine.step()
     engine.result("warm-up")
     stats = engine.stats()
-    parameters = list(model.parameters())
     return engine, {
         "model": config.model_names()[0],
         "model_class": type(model).__name__,
-        "param_count_total": sum(p.numel() for p in parameters),
-        "param_count_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "param_count_total": sum(size for size, _ in sizes),
+        "param_count_trainable": sum(size for size, trainable in sizes if trainable),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(parameters[0].device),
+        "device": str(model.device),
         "max_seq_len": stats.max_seq_len,
         "max_model_len": stats.max_seq_len,
         "max_batch_size": stats.max_batch_size,

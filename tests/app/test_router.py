@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
+from app.ingress import build_asgi_app
 from app.metrics import render
 from app.replica import EngineReplica
 from app.router import GenerationError, Overloaded, Router, TextGeneration, Unavailable
@@ -147,6 +149,18 @@ async def test_no_replica_is_unavailable(router: Router) -> None:
     with pytest.raises(Unavailable):
         await router.open(request())
     assert (await router.alive())[0] is False
+
+
+async def test_before_the_first_replica_http_says_503(router: Router) -> None:
+    transport = httpx.ASGITransport(build_asgi_app(router))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for path, body in [
+            ("/v1/completions", {"prompt": "a", "max_tokens": 3}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/generate", {"prompt": "a"}),
+        ]:
+            assert (await client.post(path, json=body)).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
 
 
 async def test_closing_aborts_in_the_engine(router: Router, engines: LocalEngines) -> None:
