@@ -206,17 +206,22 @@ class Reference:
         if result.finish_reason is FinishReason.LENGTH:
             assert len(result.token_ids) == request.max_new_tokens
         if read and self.tokenizer is not None:
-            self._check_text(self.tokenizer.decode(result.token_ids), request, result)
+            self._check_text([self.tokenizer.decode(output[:n]) for n in range(len(output) + 1)], request, result)
 
     @staticmethod
-    def _check_text(text: str, request: GenerationRequest, result: GenerationResult) -> None:
-        ends = [text.find(stop) + len(stop) for stop in request.stop if stop in text]
+    def _check_text(texts: list[str], request: GenerationRequest, result: GenerationResult) -> None:
+        """`texts`: those of the first 0, 1, ... output tokens; no token has more than one character."""
+        stops = [
+            (count, stop)
+            for count in range(max(request.min_tokens, 1), len(texts))
+            for stop in request.stop
+            if texts[count].endswith(stop) and texts[count] != texts[count - 1]
+        ]
         if isinstance(result.stop_reason, str):
-            assert min(ends) == len(text) and text.endswith(result.stop_reason) and result.stop_reason in request.stop
-            text = text[: -len(result.stop_reason)]
+            assert stops[0][0] == len(texts) - 1 and (len(texts) - 1, result.stop_reason) in stops
+            assert result.text + result.stop_reason == texts[-1]
         else:
-            assert not ends
-        assert result.text == text
+            assert not stops and result.text == texts[-1]
 
     @staticmethod
     def _check_logprobs(request: GenerationRequest, result: GenerationResult, logits: np.ndarray) -> None:

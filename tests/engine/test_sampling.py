@@ -125,7 +125,7 @@ HISTORY: tuple[list[int], list[int]] = ([0, 8, 3], [10, 1, 10, 7])
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p", "penalties"),
-    itertools.product((0.5, 1.0, 1.7), (None, 4), (1.0, 0.7), (0.0, 0.15), ({}, PENALTIES)),
+    list(itertools.product((0.5, 1.0, 1.7), (None, 4), (1.0, 0.7), (0.0, 0.15), ({}, PENALTIES))),
 )
 def test_distribution(
     temperature: float, top_k: int | None, top_p: float, min_p: float, penalties: dict[str, Any]
