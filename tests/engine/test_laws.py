@@ -309,12 +309,13 @@ class EngineLaws(RuleBasedStateMachine):
             mock.patch.stopall()
 
 
+@pytest.mark.timeout(0 if LONG else 300)
 def test_laws(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", logger="engine.batch_engine")  # the injected errors
     run_state_machine_as_test(
         EngineLaws,
         settings=settings(
-            max_examples=4000 if LONG else 150,
+            max_examples=2000 if LONG else 150,
             stateful_step_count=60 if LONG else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
