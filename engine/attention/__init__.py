@@ -59,7 +59,7 @@ class AttentionBackend(ABC):
     """Causal attention of a packed batch, with or without pages.
 
     `plan` does once per step and window what every layer needs; `attend` does one layer. The keys and values of the
-    run are in the pages already when `attend` is called (`write_kv`).
+    run are in the pages already when `attend` is called (`write`).
     """
 
     default_page_size = 16
@@ -69,6 +69,10 @@ class AttentionBackend(ABC):
 
     def check_page_size(self, page_size: int) -> None:  # noqa: B027
         """Raise ValueError when this backend can't work with such pages."""
+
+    def write(self, k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Write a run's keys and values [T, kv_heads, head_dim] in place into the pages of one layer."""
+        write_kv(k_pages, v_pages, k, v, slot_mapping)
 
     @abstractmethod
     def plan(self, batch: PackedBatch, window: int | None) -> Any: ...

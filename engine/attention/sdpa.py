@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionBackend, PackedBatch
+from engine.attention import AttentionBackend, PackedBatch, write_kv
 
 _ALONE = 32  # runs of more tokens than this are worth a call of their own
 
@@ -36,6 +36,10 @@ class _Whole:
 
 
 class SDPAttention(AttentionBackend):
+    def write(self, k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        # a masked key still counts with weight 0, and 0 * nan is nan: one sequence's overflow must not be another's
+        write_kv(k_pages, v_pages, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), slot_mapping)
+
     def plan(self, batch: PackedBatch, window: int | None) -> list[_Group] | _Whole:
         if batch.page_table is None:
             return self._plan_whole(batch, window)

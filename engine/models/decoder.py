@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import ATTENTION, PackedBatch, write_kv
+from engine.attention import ATTENTION, PackedBatch
 from engine.kv_cache import KVCache
 from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding, rotate
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         if pages is not None:
             assert step.batch.slot_mapping is not None
-            write_kv(*pages, k, v, step.batch.slot_mapping)
+            self.backend.write(*pages, k, v, step.batch.slot_mapping)
             k, v = pages
         return self.o_proj(self.backend.attend(q, k, v, step.plans[self.window]).flatten(1))
 

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.schemas import GenerationRequest, GenerationResult
@@ -105,6 +106,24 @@ def test_neighbours_do_not_matter(name: str, depth: int) -> None:
                 result = engine.result(other.request_id)
                 assert result is not None
                 REFERENCE.check(other, result)
+
+
+@pytest.mark.parametrize("page_size", (1, 4, 16, 128))
+def test_a_neighbour_whose_numbers_overflow(page_size: int) -> None:
+    """Its keys and values are not a number: they reach neither those beside it nor those that get its pages later."""
+    model = tiny_model(max_seq_len=128)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = float("nan")  # of the padding, which nobody else has
+    engine = ContinuousBatchingEngine(model, TOKENIZER, max_batch_size=8, page_size=page_size)
+    engine.add_request(GenerationRequest(prompt_ids=[0] * 20, max_new_tokens=20, ignore_eos=True))
+    beside = [subject(name, request_id=f"{name} beside") for name in SUBJECTS]
+    for request in beside:
+        engine.add_request(request)
+    results = [finish(engine, request) for request in beside]
+    for name in SUBJECTS:
+        engine.add_request(subject(name))
+        results.append(finish(engine, subject(name)))
+    assert [result.token_ids for result in results] == [*ALONE.values(), *ALONE.values()]
 
 
 def finish_alone(request: GenerationRequest, depth: int) -> list[int]:
