@@ -74,7 +74,7 @@ def main() -> None:
             answer = {"result": getattr(driver, name)(**arguments)}
         except Exception as error:
             answer = {"error": repr(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer, default=int), file=answers, flush=True)  # counters may be NumPy integers
 
 
 if __name__ == "__main__":

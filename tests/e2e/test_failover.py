@@ -16,7 +16,8 @@ from engine.batch_engine import ContinuousBatchingEngine
 from engine.schemas import GenerationRequest
 from tests.e2e.conftest import Deployed, wait_until
 
-TOKENS = 800
+TOKENS = 1200
+CONTEXT = 2048
 STREAMS = 32
 
 
@@ -30,7 +31,7 @@ def reference() -> list[str]:
     from app.replica import _load_model, load_tokenizer
     from app.settings import ServingConfig
 
-    config = ServingConfig(model="dummy", dtype="float32", max_batch_size=32)
+    config = ServingConfig(model="dummy", dtype="float32", max_batch_size=STREAMS, max_model_len=CONTEXT)
     tokenizer = load_tokenizer(config)
     engine = ContinuousBatchingEngine.from_serving_config(config, _load_model(config, tokenizer), tokenizer)
     for seed in range(STREAMS):
@@ -45,27 +46,23 @@ def reference() -> list[str]:
 
 
 async def read(client: httpx.AsyncClient, url: str, seed: int, started: asyncio.Semaphore) -> tuple[str, dict]:
-    """The text of a stream and its usage."""
-    text, usage, done = "", {}, False
+    """The text of a stream and its usage. What arrives is taken apart at the end: a slow reader would be too late to
+    disturb anything."""
+    received = bytearray()
     request = {**body(seed), "stream_options": {"include_usage": True}}
     async with client.stream("POST", f"{url}/v1/completions", json=request) as response:
         assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if not line:
-                continue
-            assert line.startswith("data: ")
-            assert not done
-            if line == "data: [DONE]":
-                done = True
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            if not text:
+        async for part in response.aiter_raw():
+            if not received:
                 started.release()
-            for choice in event["choices"]:
-                text += choice["text"]
-            usage = event["usage"] or usage
-    assert done
+            received += part
+    *events, done = [line.removeprefix("data: ") for line in received.decode().splitlines() if line]
+    assert done == "[DONE]"
+    text, usage = "", {}
+    for event in map(json.loads, events):
+        assert "error" not in event, event
+        text += "".join(choice["text"] for choice in event["choices"])
+        usage = event["usage"] or usage
     return text, usage
 
 
@@ -93,7 +90,7 @@ def failovers(app: Deployed) -> float:
 
 
 async def test_kill_9(deploy: Callable[..., Deployed], reference: list[str]) -> None:
-    app = deploy(num_replicas=2, max_batch_size=16)
+    app = deploy(num_replicas=2, max_batch_size=16, max_model_len=CONTEXT)
     killed, other = app.pids()
     check(await disturbed(app, STREAMS, lambda: os.kill(killed, signal.SIGKILL)), reference)
     assert failovers(app) > 0
@@ -101,7 +98,7 @@ async def test_kill_9(deploy: Callable[..., Deployed], reference: list[str]) -> 
 
 
 async def test_stopped_and_continued(deploy: Callable[..., Deployed], reference: list[str]) -> None:
-    app = deploy(num_replicas=2, max_batch_size=16, heartbeat_timeout=2)
+    app = deploy(num_replicas=2, max_batch_size=16, max_model_len=CONTEXT, heartbeat_timeout=2)
     stopped = app.pids()[0]
     try:
         check(await disturbed(app, STREAMS, lambda: os.kill(stopped, signal.SIGSTOP)), reference)
@@ -114,13 +111,13 @@ async def test_stopped_and_continued(deploy: Callable[..., Deployed], reference:
 
 
 async def test_the_only_replica_is_killed(deploy: Callable[..., Deployed], reference: list[str]) -> None:
-    app = deploy(num_replicas=1)
+    app = deploy(num_replicas=1, max_model_len=CONTEXT)
     [pid] = app.pids()
     check(await disturbed(app, 4, lambda: os.kill(pid, signal.SIGKILL)), reference)
 
 
 async def test_scale_down_idle_is_quick(deploy: Callable[..., Deployed]) -> None:
-    app = deploy(num_replicas=2)
+    app = deploy(num_replicas=2, max_model_len=CONTEXT)
     before = app.pids()
     app.scale(1)
     wait_until(lambda: len(app.replicas()) == 1, 30)
@@ -130,7 +127,7 @@ async def test_scale_down_idle_is_quick(deploy: Callable[..., Deployed]) -> None
 
 
 async def test_scale_down_waits_for_streams(deploy: Callable[..., Deployed], reference: list[str]) -> None:
-    app = deploy(num_replicas=2)
+    app = deploy(num_replicas=2, max_model_len=CONTEXT)
     before = app.pids()
     check(await disturbed(app, 8, lambda: app.scale(1)), reference)
     assert failovers(app) == 0

@@ -121,3 +121,21 @@ def test_deploy_and_run(head: Head) -> None:
     assert done.returncode == 0, done.stderr
     wait_until(lambda: head.status().get("status") == "RUNNING", 120, lambda: str(head.status()))
     assert complete(port) == deployed
+
+
+def test_llm_serve_joins_and_leaves_the_rest_alone(head: Head) -> None:
+    [port] = free_ports(1)
+    command = [str(SCRIPTS / "llm-serve"), "--address", head.address, "--model", "dummy", "--port", str(port)]
+    log = head.folder / "llm-serve.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=head.environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: "llm-serve: ready" in log.read_text() or process.poll() is not None, 120, log.read_text)
+        assert f"llm-serve: ready: dummy at http://127.0.0.1:{port}/v1" in log.read_text()
+        assert complete(port)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert head.status() == {}
