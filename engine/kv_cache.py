@@ -194,18 +194,17 @@ class PrefixIndex:
                 if all(page >= 0 for page in found[first:end]):
                     hit = end
                     break
-        pages = found[:hit]
-        if retention is not None:
-            first = max(0, hit * self.page_size - retention + 1) // self.page_size
-            pages[:first] = [-1] * min(first, hit)
         rest = tokens[hit * self.page_size : (hit + 1) * self.page_size]
-        match = PrefixMatch(pages)
+        match = PrefixMatch(found[:hit])
         siblings = self._siblings.get(digests[hit])
         if siblings and len(rest):
             for page in islice(reversed(siblings), _SIBLINGS):
                 common = _common_start(self._entries[page].tokens, rest)
                 if common > match.tail_tokens:
                     match.tail_page, match.tail_tokens = page, common
+        if retention is not None:
+            first = max(0, hit * self.page_size + match.tail_tokens - retention + 1) // self.page_size
+            match.pages[:first] = [-1] * min(first, hit)
         return match
 
     def publish(self, page: int, parent: bytes, tokens: np.ndarray, digest: bytes | None) -> int:
