@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from engine.sampling import Sampled, Sampler, SamplingTable, Vocabulary, draw_se
 from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
+from engine.speculation import NO_TOKEN, DraftModelProposer, NgramProposer, SpeculationStats, Speculator, accept
 from engine.tokenization import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class ContinuousBatchingEngine:
     max_seq_len: the context, at most the model's (the default). page_size: tokens a page, the attention backend's
     default if None; max_seq_len makes a page a whole sequence. num_pages: None takes what `max_batch_size` whole
     contexts need, within `memory_fraction` of the free memory. max_batched_tokens: tokens a step. depth: steps that
-    are launched before the last is committed. max_results: finished results kept until they are read.
+    are launched before the last is committed. max_results: finished results kept until they are read. speculation:
+    who proposes tokens to verify, with gamma of them at a time or, None, as many as pay.
     """
 
     def __init__(
@@ -108,6 +110,9 @@ class ContinuousBatchingEngine:
         aging_seconds: float = 30.0,
         memory_fraction: float = 0.9,
         max_results: int = 65536,
+        speculation: Literal["off", "ngram", "draft"] = "off",
+        draft_model: DecoderModel | None = None,
+        gamma: int | None = None,
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth must be 0 or 1, got {depth}")
@@ -156,7 +161,8 @@ class ContinuousBatchingEngine:
         )
         self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
         sampler = Sampler(self.sampling, self.vocabulary, self.device)
-        self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler)
+        self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler, self.table.page_table)
+        self._speculator = self._make_speculator(speculation, draft_model, model, gamma)
         self._lock = threading.Condition()
         self._turn = threading.Lock()  # a step at a time, whoever steps
         self._in_flight: LaunchedStep | None = None
@@ -172,6 +178,21 @@ class ContinuousBatchingEngine:
         self._sink: Callable[[StepTokens], None] | None = None
         self._observed = 0  # ends that the stats of a step have counted
         self._checked = True
+
+    def _make_speculator(
+        self, speculation: str, draft_model: DecoderModel | None, target: DecoderModel, gamma: int | None
+    ) -> Speculator | None:
+        if (speculation == "draft") != (draft_model is not None):
+            raise ValueError('draft_model and speculation="draft" go together')
+        if speculation == "off":
+            return None
+        if speculation == "ngram":
+            return Speculator(NgramProposer(self.table), self.table, gamma)
+        if draft_model is None:
+            raise ValueError(f"unknown speculation {speculation!r}; known: draft, ngram, off")
+        draft_model = draft_model.to(device=self.device, dtype=self.pool.kv.dtype).eval()
+        proposer = DraftModelProposer(draft_model, target, self.table, self.sampling, self.vocabulary)
+        return Speculator(proposer, self.table, gamma)
 
     @classmethod
     def from_serving_config(
@@ -293,9 +314,12 @@ class ContinuousBatchingEngine:
     def step(self) -> StepStats:
         """One step. From any thread: steppers take turns, so that a sequence has one run of tokens a step."""
         with self._turn:
+            start = time.perf_counter()
             plan = self._lock_step_pre()
             launched, collected, error = self._forward_and_sample(plan)
             stats, output = self._lock_step_post(plan, launched, collected, error)
+            if self._speculator is not None and plan is not None:
+                self._speculator.observe(plan, time.perf_counter() - start)
             if output is not None and self._sink is not None:
                 self._sink(output)
         self._observe(stats)
@@ -309,7 +333,8 @@ class ContinuousBatchingEngine:
         with self._lock:
             self._runner_or_raise()
             self._end_overdue()
-            plan = self.scheduler.plan(in_flight=self._in_flight is not None)
+            drafts = self._speculator.lengths if self._speculator is not None else None
+            plan = self.scheduler.plan(self._in_flight is not None, drafts)
             if plan is not None:
                 self._place_sampling(plan)
             return plan
@@ -328,19 +353,25 @@ class ContinuousBatchingEngine:
     def _forward_and_sample(
         self, plan: StepPlan | None
     ) -> tuple[LaunchedStep | None, LaunchedStep | None, Exception | None]:
-        """Launch the plan, then wait for the step to commit: this one at depth 0, the one before at depth 1."""
+        """Launch the plan, then wait for the step to commit: the one in flight, else this one at depth 0 or when it
+        verifies drafts, which the next can't be planned without."""
         runner = self._runner_or_raise()
         launched, error = None, None
         if plan is not None:
             try:
+                if plan.drafts.any() and self._speculator is not None:
+                    self._speculator.propose(plan)
                 launched = runner.launch(plan)
             except Exception as e:
                 logger.exception("a forward of %d sequences failed", len(plan.rows))
                 error = e
-        ready = self._in_flight if self.depth == 1 else launched
+        ready = launched if self._commits_at_once(plan) else self._in_flight
         if ready is not None:
             runner.collect(ready)
         return launched, ready, error
+
+    def _commits_at_once(self, plan: StepPlan | None) -> bool:
+        return self.depth == 0 or (plan is not None and plan.verifies)
 
     def _lock_step_post(
         self, plan: StepPlan | None, launched: LaunchedStep | None, ready: LaunchedStep | None, error: Exception | None
@@ -353,7 +384,7 @@ class ContinuousBatchingEngine:
                 output, generated = self._commit(ready.plan, ready.sampled)
             if plan is not None and error is not None:
                 self._fail(plan, error)
-            self._in_flight = launched if self.depth == 1 else None
+            self._in_flight = None if self._commits_at_once(plan) else launched
             if self._ended:
                 output = output or StepTokens(*_NO_TOKENS)
                 output.finished, self._ended = self._ended, []
@@ -382,63 +413,89 @@ class ContinuousBatchingEngine:
     def _commit(self, plan: StepPlan, sampled: Sampled | None) -> tuple[StepTokens | None, int]:
         table = self.table
         live = table.uid[plan.rows] == plan.uids
-        self.scheduler.commit(plan, live)
+        accepted = np.zeros(len(plan.rows), dtype=np.int64)
         if sampled is None:
+            self.scheduler.commit(plan, live, accepted)
             return None, 0
-        live = live[plan.samples]
-        rows, lengths = plan.rows[plan.samples][live], plan.lengths[plan.samples][live]
-        ids = sampled.ids.numpy()[live]
-        table.tokens[rows, lengths] = ids
-        stopped = (self.sampling.stop_ids.host[rows] == ids[:, None]).any(1)
-        emitted = ~stopped
-        table.known[rows] = lengths + emitted
-        full = lengths + 1 >= table.limit[rows]
-        generated = int(emitted.sum())
-        self._counters.generated_tokens += generated
+        # [R, 1 + G]: what the target samples after the last known token and after each draft
+        per_run = plan.drafts[plan.samples] + 1
+        places = np.arange(per_run.max())
+        samples = np.full((len(per_run), len(places)), NO_TOKEN, dtype=np.int64)
+        samples[places < per_run[:, None]] = sampled.ids.numpy()
+        if len(plan.draft_ids):
+            accepted[plan.samples] = accept(samples, plan.draft_ids[plan.samples, : len(places) - 1])
+            if self._speculator is not None:
+                self._speculator.learn(plan, accepted)
+        counts = accepted[plan.samples] + 1
+        flat = np.cumsum(per_run) - per_run  # of each run's first sample
+        alive = live[plan.samples]
+        rows, lengths, samples = plan.rows[plan.samples][alive], plan.lengths[plan.samples][alive], samples[alive]
+        counts, flat = counts[alive], flat[alive]
+        new = places < counts[:, None]
+        i, j = np.nonzero(new)
+        table.tokens[rows[i], lengths[i] + j] = samples[new]
+        self.scheduler.commit(plan, live, accepted)
+        stops = (self.sampling.stop_ids.host[rows][:, None] == samples[:, :, None]).any(2) & new
+        stopped = stops.any(1)
+        emits = np.where(stopped, stops.argmax(1), counts)
+        full = lengths + emits >= table.limit[rows]
+        table.known[rows] = lengths + emits
+        texts = np.flatnonzero(table.has_reader[rows] & (emits > 0))
+        for k in texts.tolist():
+            emits[k] = self._read(int(rows[k]), samples[k, : emits[k]].tolist())
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if sampled.logprob is not None:
-            logprobs = self._record_logprobs(rows[emitted], sampled, np.flatnonzero(live)[emitted])
-        told = emitted & (table.tag[rows] >= 0)
-        tags, tokens = table.tag[rows[told]], ids[told].astype(np.int32)
+            logprobs = self._record_logprobs(rows, sampled, flat, emits)
+        emitted = places < emits[:, None]
+        generated = int(emits.sum())
+        self._counters.generated_tokens += generated
+        told = (table.tag[rows] >= 0) & (emits > 0)
+        tags, told_counts = table.tag[rows[told]], emits[told].astype(np.int32)
+        tokens = samples[told][emitted[told]].astype(np.int32)
         ends = stopped | full
-        for i in np.flatnonzero(table.has_reader[rows] & emitted).tolist():
-            ends[i] |= self._read(int(rows[i]), int(ids[i]))
-        for i in np.flatnonzero(ends).tolist():
-            sequence = table.sequences[rows[i]]
+        ends[texts] = True
+        for k in np.flatnonzero(ends).tolist():
+            sequence = table.sequences[rows[k]]
             if sequence is None:
                 continue  # its reader failed
+            known = int(lengths[k] + emits[k])
             stop = sequence.reader.stop if sequence.reader else None
-            if stopped[i] or stop is not None:
-                by_id = int(ids[i]) if stopped[i] and ids[i] in sequence.request.stop_token_ids else None
-                self._end(sequence, FinishReason.STOP, int(table.known[rows[i]]), stop_reason=stop or by_id)
-            else:
-                self._end(sequence, FinishReason.LENGTH, int(table.known[rows[i]]))
+            if stop is not None:
+                self._end(sequence, FinishReason.STOP, known, stop_reason=stop)
+            elif stopped[k]:
+                last = int(samples[k, emits[k]])
+                by_id = last if last in sequence.request.stop_token_ids else None
+                self._end(sequence, FinishReason.STOP, known, stop_reason=by_id)
+            elif full[k]:
+                self._end(sequence, FinishReason.LENGTH, known)
         if not len(tags):
             return None, generated
-        return StepTokens(tags, np.ones(len(tags), dtype=np.int32), tokens, logprobs=logprobs), generated
+        return StepTokens(tags, told_counts, tokens, logprobs=logprobs), generated
 
-    def _read(self, row: int, token_id: int) -> bool:
-        """Give a token to the row's reader; True if that completed a stop string."""
+    def _read(self, row: int, token_ids: list[int]) -> int:
+        """Give tokens to the row's reader; returns how many count, fewer where a stop string is complete."""
         sequence = self.table.sequences[row]
         assert sequence is not None and sequence.reader is not None
         try:
-            return sequence.reader.push((token_id,)).stop is not None
+            return len(sequence.reader.push(token_ids).tokens)
         except ValueError as error:
             self._end(sequence, FinishReason.ERROR, int(self.table.known[row]), error=str(error))
-            return False
+            return 0
 
-    def _record_logprobs(self, rows: np.ndarray, sampled: Sampled, at: np.ndarray) -> dict[int, list[TokenLogprobs]]:
+    def _record_logprobs(
+        self, rows: np.ndarray, sampled: Sampled, flat: np.ndarray, emits: np.ndarray
+    ) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the rows that want them; returns those of tagged requests."""
         told: dict[int, list[TokenLogprobs]] = {}
-        for row, i in zip(rows.tolist(), at.tolist(), strict=True):
+        for row, first, count in zip(rows.tolist(), flat.tolist(), emits.tolist(), strict=True):
             wanted = int(self.sampling.num_logprobs[row])
             sequence = self.table.sequences[row]
-            if wanted < 0 or sequence is None:
+            if wanted < 0 or sequence is None or not count:
                 continue
-            entry = sampled.token_logprobs(i, wanted)
-            sequence.logprobs.append(entry)
+            entries = [sampled.token_logprobs(i, wanted) for i in range(first, first + count)]
+            sequence.logprobs += entries
             if sequence.tag >= 0:
-                told[sequence.tag] = [entry]
+                told[sequence.tag] = entries
         return told
 
     def _record_prompt_logprobs(self, ready: LaunchedStep) -> None:
@@ -575,6 +632,9 @@ class ContinuousBatchingEngine:
                 cached_tokens=self.scheduler.cached_tokens,
                 **{name: getattr(counters, name) for name in counters.__slots__},
             )
+
+    def speculation_stats(self) -> SpeculationStats:
+        return self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0, [])
 
     def unload_model(self) -> None:
         """End every request with an error, and let go of the weights and the pool. The engine is of no more use."""

@@ -20,7 +20,7 @@ _SLICE = 256  # prompt positions whose logits exist at a time
 @dataclass(slots=True)
 class LaunchedStep:
     plan: StepPlan
-    sampled: Sampled | None  # a row for each sampling run, on its way to the host
+    sampled: Sampled | None  # a row for each sampling run and for each draft, on its way to the host
     ready: torch.cuda.Event | None
     prompt_scores: list[tuple[int, int, Sampled]] = field(default_factory=list)  # run, offset in it, its next tokens
 
@@ -28,8 +28,18 @@ class LaunchedStep:
 class ModelRunner:
     """Owns the model and what its forward reads and writes."""
 
-    def __init__(self, model: DecoderModel, pool: KVSlotPool, table: SequenceTable, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: KVSlotPool,
+        table: SequenceTable,
+        sampler: Sampler,
+        page_table: np.ndarray,
+        scores_prompts: bool = True,
+    ) -> None:
         self.model, self.pool, self.table, self.sampler = model, pool, table, sampler
+        self.page_table = page_table
+        self.scores_prompts = scores_prompts
         self.device = model.device
 
     @torch.inference_mode()
@@ -40,17 +50,21 @@ class ModelRunner:
         for source, target, tokens in plan.copies:
             self.pool.copy(source, target, tokens)
         batch = PackedBatch.paged(
-            table.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
+            self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
         )
         token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
         hidden = self.model.hidden_states(table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
         prompt_scores = self._score_prompts(plan, hidden)
         if not plan.samples.any():
             return LaunchedStep(plan, None, None, prompt_scores)
-        last = np.cumsum(plan.counts) - 1
-        if len(hidden) != plan.samples.sum():
-            hidden = hidden[self._to_device(last[plan.samples])]
-        rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
+        # a row of logits for the last token of each sampling run and for each of its drafts
+        per_run = plan.drafts[plan.samples] + 1
+        offsets = np.arange(per_run.sum()) - np.repeat(np.cumsum(per_run) - per_run, per_run)
+        if len(hidden) != len(offsets):
+            first = (np.cumsum(plan.counts) - 1 - plan.drafts)[plan.samples]
+            hidden = hidden[self._to_device(np.repeat(first, per_run) + offsets)]
+        rows = np.repeat(plan.rows[plan.samples], per_run)
+        lengths = np.repeat(plan.lengths[plan.samples], per_run) + offsets
         sampled = self.sampler(self.model.logits(hidden), rows, lengths, table.device_tokens)
         table.device_tokens.index_put_((self._to_device(rows), self._to_device(lengths)), sampled.ids.to(torch.int32))
         if self.device.type != "cuda":
@@ -63,7 +77,9 @@ class ModelRunner:
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, int, Sampled]]:
         """Log-probabilities of the prompt tokens that follow the runs' positions, for the rows that want them."""
         table, wanted = self.table, self.sampler.table.num_prompt_logprobs[plan.rows]
-        scores = []
+        scores: list[tuple[int, int, Sampled]] = []
+        if not self.scores_prompts:
+            return scores
         for index in np.flatnonzero(wanted >= 0).tolist():
             row, start = int(plan.rows[index]), int(plan.starts[index])
             end = min(start + int(plan.counts[index]), int(table.prompt_len[row]) - 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy as np
 from engine.kv_cache import KVSlotPool
 from engine.schemas import QueueFull
 from engine.sequence import Sequence, SequenceTable, Status
+
+DraftLengths = Callable[[np.ndarray], np.ndarray]  # rows -> tokens to draft for each
 
 
 @dataclass(slots=True)
@@ -27,10 +30,13 @@ class StepPlan:
     rows: np.ndarray  # int64, into the SequenceTable
     uids: np.ndarray  # int64, who had the row when this was planned
     starts: np.ndarray  # int64, tokens computed before
-    counts: np.ndarray  # int64, tokens to compute
+    counts: np.ndarray  # int64, tokens to compute, drafted ones included
     samples: np.ndarray  # bool: the run reaches the last known token, so that the next is sampled
-    lengths: np.ndarray  # int64, tokens known before: the position of the sampled one
+    lengths: np.ndarray  # int64, tokens known before: the position of the first sampled one
+    drafts: np.ndarray  # int64, drafted tokens at the runs' ends
+    draft_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))  # [B, G]
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # source page, target page, tokens
+    verifies: bool = False  # drafts were asked for: the step is committed before the next is planned
 
 
 class Scheduler:
@@ -101,9 +107,9 @@ class Scheduler:
             self._waiting = [sequence for sequence in self._waiting if sequence.status is Status.WAITING]
             heapq.heapify(self._waiting)
 
-    def plan(self, in_flight: bool) -> StepPlan | None:
-        """The next step; None when there is nothing to run, or when a preemption must wait until the step in flight
-        is committed."""
+    def plan(self, in_flight: bool, draft_lengths: DraftLengths | None = None) -> StepPlan | None:
+        """The next step; None when there is nothing to run, or when a preemption or a draft must wait until the step
+        in flight is committed. `draft_lengths` says how many tokens to draft for rows that decode."""
         table = self.table
         preemptions = self.preemptions
         active = np.flatnonzero((table.uid >= 0) & (table.length < table.limit))
@@ -111,8 +117,14 @@ class Scheduler:
         decode = self._grow_decodes(active[need == 1], in_flight)
         if decode is None:
             return None
+        drafts = np.zeros_like(decode)
+        if draft_lengths is not None and len(decode):
+            drafts = draft_lengths(decode)
+            if in_flight and drafts.any():
+                return None
+            drafts = self._grow_drafts(decode, drafts)
         # prompts go on even when decodes alone fill the budget
-        budget = max(self.max_batched_tokens - len(decode), max(self.max_batched_tokens // 4, 1))
+        budget = max(self.max_batched_tokens - len(decode) - drafts.sum(), max(self.max_batched_tokens // 4, 1))
         runs: list[tuple[int, int]] = []
         copies: list[tuple[int, int, int]] = []
         prefills = active[need > 1]
@@ -124,25 +136,41 @@ class Scheduler:
                 if count:
                     runs.append((row, count))
                     budget -= count
-        decode = decode[table.uid[decode] >= 0]
+        kept = table.uid[decode] >= 0
+        decode, drafts = decode[kept], drafts[kept]
         if self.preemptions == preemptions:
             self._admit(budget, runs, copies)
         if not len(decode) and not runs:
             return None
         rows = np.concatenate((decode, np.array([row for row, _ in runs], dtype=np.int64)))
         counts = np.concatenate((np.ones_like(decode), np.array([count for _, count in runs], dtype=np.int64)))
+        drafts = np.concatenate((drafts, np.zeros(len(runs), dtype=np.int64)))
         starts, lengths = table.computed[rows], table.length[rows]
         samples = starts + counts == lengths
         table.computed[rows] += counts
         table.length[rows[samples]] += 1
-        return StepPlan(rows, table.uid[rows], starts, counts, samples, lengths, copies)
+        return StepPlan(
+            rows,
+            table.uid[rows],
+            starts,
+            counts + drafts,
+            samples,
+            lengths,
+            drafts,
+            copies=copies,
+            verifies=bool(drafts.any()),
+        )
 
-    def commit(self, plan: StepPlan, live: np.ndarray) -> None:
-        """Count the keys and values of a step's live runs, publish the pages they filled, let go of those that left
-        the window."""
+    def commit(self, plan: StepPlan, live: np.ndarray, accepted: np.ndarray) -> None:
+        """Count the keys and values of a step's live runs, of which `accepted` [B] drafts stand; publish the pages
+        they filled, give back those of rejected drafts, let go of those that left the window."""
         table, size = self.table, self.pool.page_size
         rows = plan.rows[live]
-        table.committed[rows] = plan.starts[live] + plan.counts[live]
+        table.committed[rows] = (plan.starts + plan.counts - plan.drafts + accepted)[live]
+        if plan.verifies:
+            table.computed[rows] += accepted[live]
+            table.length[rows] += accepted[live]
+            self._shrink(rows)
         filled = table.committed[rows] // size > table.published[rows]
         prompt_end = table.prompt_len[rows]
         ended = (plan.starts[live] < prompt_end) & (prompt_end <= table.committed[rows])
@@ -166,6 +194,26 @@ class Scheduler:
             table.page_table[crossing, table.num_pages[crossing]] = self.pool.allocate(len(crossing))
             table.num_pages[crossing] += 1
         return rows
+
+    def _grow_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """Pages for drafts, as far as they can be had without taking any from a sequence; returns what fits."""
+        table, size = self.table, self.pool.page_size
+        drafts = drafts.copy()
+        for i in np.flatnonzero(drafts).tolist():
+            row, tokens = int(rows[i]), int(table.computed[rows[i]]) + 1
+            room = int(table.num_pages[row] + self.pool.available) * size - tokens
+            drafts[i] = min(int(drafts[i]), room)
+            self._extend(row, tokens + int(drafts[i]))
+        return drafts
+
+    def _shrink(self, rows: np.ndarray) -> None:
+        """Give back pages past the one that the next token goes to."""
+        table = self.table
+        for row in rows[table.num_pages[rows] > table.computed[rows] // self.pool.page_size + 1].tolist():
+            keep = int(table.computed[row]) // self.pool.page_size + 1
+            self.pool.release(table.page_table[row, keep : table.num_pages[row]].copy())
+            table.page_table[row, keep : table.num_pages[row]] = -1
+            table.num_pages[row] = keep
 
     def _grow_run(self, row: int, count: int, in_flight: bool) -> int | None:
         """Pages for `count` more tokens of a running prompt, or for as many as can be had; None: commit first."""
