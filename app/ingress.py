@@ -387,7 +387,7 @@ class Ingress:
         fields: Sequence[dict[str, Any]],
         names: dict[str, str],
     ) -> list[GenerationRequest]:
-        sampling = body.sampling()
+        sampling = {**self.router.sampling_defaults, **body.sampling()}
         sampling.pop("timeout", None)
         requests: list[GenerationRequest] = []
         for ids, extra in zip(prompts, fields, strict=True):

@@ -150,6 +150,7 @@ class EngineReplica:
                 if (pump := self._pumps.get(key)) is not None:
                     pump.put(part)
             for tag, result in step.finished:
+                self.metrics.queue_wait(result.queue_seconds)
                 call = self._calls.get(tag)
                 if call is not None and not call.done():
                     call.set_result(result)
@@ -298,7 +299,8 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
     model = _load_model(config, tokenizer)
     # The engine packs the weights, after which they are no parameters any more.
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer)
+    draft = _load_draft(config, model)
+    engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer, draft)
     engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
     while engine.scheduler.has_pending_work:
         engine.step()
@@ -321,6 +323,10 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
         "generation_backend": config.generation_backend,
         "enable_prefix_cache": config.enable_prefix_cache,
         "use_paged_attention": config.use_paged_attention,
+        "speculation": config.speculation,
+        "draft_model": config.draft_model,
+        "gamma": config.gamma,
+        "sampling_defaults": _sampling_defaults(config),
         "num_threads": torch.get_num_threads(),
         "api_key_set": config.api_key is not None,
     }
@@ -331,6 +337,25 @@ def load_tokenizer(config: ServingConfig) -> Tokenizer:
     if config.model == DUMMY_MODEL and config.tokenizer is None:
         return SimpleCharacterTokenizer()
     return HuggingFaceTokenizer(config.tokenizer or config.model, config.revision)
+
+
+def _sampling_defaults(config: ServingConfig) -> dict[str, Any]:
+    """What the model's makers set in generation_config.json, for requests that don't say."""
+    if config.model == DUMMY_MODEL:
+        return {}
+    from engine.models.loader import load_generation_defaults, resolve_model
+
+    defaults = load_generation_defaults(resolve_model(config.model, config.revision))
+    del defaults["eos_token_ids"]  # the tokenizer knows them
+    return defaults
+
+
+def _load_draft(config: ServingConfig, target: DecoderModel) -> DecoderModel | None:
+    if config.draft_model is None:
+        return None
+    from engine.models.loader import load_model
+
+    return load_model(config.draft_model, dtype=target.dtype, device=target.device, attn_impl=config.attn_impl)
 
 
 def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> DecoderModel:

@@ -340,6 +340,7 @@ class Router:
         self.engines = engines
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len or 0
+        self.sampling_defaults: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
         self._links: dict[str, ReplicaLink] = {}
         self._closing: set[ReplicaLink] = set()
@@ -455,6 +456,7 @@ class Router:
             try:
                 description = await self.engines.attach(membership)
                 self.max_model_len = description["max_model_len"]
+                self.sampling_defaults = description.get("sampling_defaults", {})
                 self.description = description
                 self.usable.set()
             except Exception:

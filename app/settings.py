@@ -53,6 +53,12 @@ class ServingConfig(BaseSettings):
     enable_prefix_cache: bool = True
     depth: int = Field(1, ge=0, le=1, description="steps launched ahead of the one being committed")
 
+    speculation: Literal["off", "ngram", "draft"] = Field("off", description="who proposes tokens that are verified")
+    draft_model: str | None = Field(
+        None, description="folder, .gguf file or hub id of the draft, for speculation draft"
+    )
+    gamma: int | None = Field(None, ge=1, le=16, description="tokens drafted at a time; default: as many as pay")
+
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
     port: int = Field(8000, ge=1, le=65535)
     api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")
@@ -94,6 +100,10 @@ class ServingConfig(BaseSettings):
     def _consistent(self) -> ServingConfig:
         if not self.use_paged_attention and self.page_size is not None:
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ValueError("speculation draft and draft_model go together")
+        if self.gamma is not None and self.speculation == "off":
+            raise ValueError("gamma needs speculation ngram or draft")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
             raise ValueError(
                 "max_batch_size above 1 needs generation_backend batched: eager runs one request at a time"
@@ -115,7 +125,11 @@ class ServingConfig(BaseSettings):
 
     def check_files(self) -> None:
         """Raises ConfigError if the model or the tokenizer is a path with nothing there (hub ids aren't looked up)."""
-        for option, value in (("model", self.model), ("tokenizer", self.tokenizer)):
+        for option, value in (
+            ("model", self.model),
+            ("tokenizer", self.tokenizer),
+            ("draft_model", self.draft_model),
+        ):
             if value is not None and looks_like_path(value) and not Path(value).expanduser().exists():
                 raise ConfigError(f"{option}: no such file or folder: {value}")
 

@@ -196,7 +196,7 @@ class ContinuousBatchingEngine:
 
     @classmethod
     def from_serving_config(
-        cls, config: Any, model: DecoderModel, tokenizer: Tokenizer | None
+        cls, config: Any, model: DecoderModel, tokenizer: Tokenizer | None, draft_model: DecoderModel | None = None
     ) -> ContinuousBatchingEngine:
         """An engine as a ServingConfig (or anything with its attributes) describes it."""
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -215,6 +215,9 @@ class ContinuousBatchingEngine:
             depth=config.depth,
             enable_prefix_cache=config.enable_prefix_cache,
             max_queued_requests=config.max_queued_requests,
+            speculation=config.speculation,
+            draft_model=draft_model,
+            gamma=config.gamma,
         )
 
     # Requests

@@ -108,6 +108,7 @@ class ScriptedRouter:
         self.tokenizer: Any = SimpleCharacterTokenizer()
         self.metrics = Metrics("router-1")
         self.max_model_len = 256
+        self.sampling_defaults: dict[str, object] = {}
         self.ready = True
         self.gate: asyncio.Event | None = None
         self.free_tokens = 0

@@ -120,6 +120,15 @@ async def test_stop() -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_the_makers_sampling_defaults_are_used_where_the_client_is_silent() -> None:
+    router = ScriptedRouter()
+    router.sampling_defaults = {"temperature": 0.6, "top_k": 20}
+    async with openai_client(router) as api:
+        await api.completions.create(model="Tiny", prompt="ab", temperature=0.1)
+        await api.chat.completions.create(model="Tiny", messages=[{"role": "user", "content": "a"}])
+    assert [(request.temperature, request.top_k) for request in router.requests] == [(0.1, 20), (0.6, 20)]
+
+
 async def test_completions_prompts() -> None:
     router = ScriptedRouter(lambda request: f"[{len(request.prompt_ids or [])}]")
     ids = router.tokenizer.encode("abcd")

@@ -37,6 +37,8 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"model": "x", "dtype": "int3"}, "dtype: .*'auto', 'float32'"),
         ({"model": "x", "device": "gpu"}, "device: "),
         ({"model": "x", "use_paged_attention": False, "page_size": 16}, "page_size needs use_paged_attention"),
+        ({"model": "x", "speculation": "draft"}, "speculation draft and draft_model go together"),
+        ({"model": "x", "gamma": 3}, "gamma needs speculation"),
         ({"model": "x", "generation_backend": "eager", "max_batch_size": 4}, "max_batch_size above 1 needs"),
         ({"model": "x", "tensor_parallel_size": 2}, "unknown option tensor_parallel_size"),
     ],
