@@ -2,6 +2,7 @@
 
 - Ray's template binds HAProxy's statistics and metrics to every interface, without a key, and has no option for it:
   here they are on loopback.
+- It answers `/-/routes`, the names of the applications, to anybody: here that is a 404.
 - Splicing is off (-dS): with it, HAProxy 2.8 doesn't see a client leave whose request body came in a packet of its
   own, until the answer begins.
 - HAProxy outlives a Ray that is killed, port and all: here it dies with the process that started it.
@@ -28,7 +29,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "-f" in sys.argv[1:-1]:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
-        config.write_text(on_loopback(config.read_text()))
+        config.write_text(without_routes(on_loopback(config.read_text())))
     binary = str(get_haproxy_binary())
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])
 
@@ -39,6 +40,15 @@ def on_loopback(config: str) -> str:
     text, count = re.subn(pattern, r"\g<1>127.0.0.1:\g<2>", config, flags=re.MULTILINE)
     if count != 2:
         sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: its statistics would be open to all")
+    return text
+
+
+def without_routes(config: str) -> str:
+    """The configuration with a 404 in the place of the list of applications."""
+    pattern = r"^(\s*http-request )(?:return|deny) .* if routes$"
+    text, count = re.subn(pattern, r"\g<1>deny deny_status 404 if routes", config, flags=re.MULTILINE)
+    if count == 0:
+        sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: its routes would be open to all")
     return text
 
 
