@@ -146,17 +146,18 @@ def test_additive_mask_is_that_of_transformers(
         close(model(ids, attn_mask=boolean), reference(ids, attention_mask=hidden).logits)
 
 
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator had given out at once, above where it stood."""
+def allocations(run: Callable[[], Any]) -> tuple[int, int]:
+    """The most bytes that torch's CPU allocator had given out at once, above where it stood; and all it gave."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    peak = held = 0
+    peak = held = given = 0
     assert profiler.profiler is not None
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    return peak
+            given += max(event.nbytes(), 0)
+    return peak, given
 
 
 def wide_model(heads: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> DecoderModel:
@@ -185,7 +186,7 @@ def test_memory_of_cached_keys_does_not_depend_on_query_heads(
         storage = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))]
         ids = ids_of(1, batch * length)[0] % model.vocab_size
         with torch.inference_mode():
-            return peak_bytes(lambda: model.hidden_states(ids, runs, storage))
+            return allocations(lambda: model.hidden_states(ids, runs, storage))[0]
 
     one, sixteen = (peak(heads, 900) - peak(heads, 200) for heads in (1, 16))
     repeated = batch * 15 * 700 * 16 * dtype.itemsize
@@ -208,10 +209,31 @@ def test_memory_of_a_whole_prompt_does_not_depend_on_kv_heads(
     def peak(kv_heads: int) -> int:
         q = torch.zeros(512, 16, 16, dtype=dtype)
         k, v = torch.zeros(2, *((8, 64) if cached else (512,)), kv_heads, 16, dtype=dtype)
-        return peak_bytes(lambda: backend.attend(q, k, v, plan))
+        return allocations(lambda: backend.attend(q, k, v, plan))[0]
 
     gathered = 2 * 15 * 512 * 16 * dtype.itemsize if cached else 0
     assert peak(1) <= peak(16) - gathered
+
+
+@pytest.mark.parametrize("whole", (True, False))
+def test_a_decode_step_moves_what_its_live_tokens_need(whole: bool) -> None:
+    """In bytes that a step's operators write: nothing depends on max_seq_len, and a long neighbour pads nobody."""
+
+    def given(max_seq_len: int, lengths: list[int]) -> int:
+        model = tiny_model(max_seq_len=max_seq_len)
+        engine = ContinuousBatchingEngine(
+            model, None, max_batch_size=32, page_size=max_seq_len if whole else 16, depth=0
+        )
+        for i, length in enumerate(lengths):
+            prompt = [(i + j) % 64 for j in range(length)]
+            engine.add_request(GenerationRequest(prompt_ids=prompt, max_new_tokens=100, temperature=0))
+        while engine.step().generated < len(lengths):
+            pass
+        return allocations(engine.step)[1]
+
+    assert given(512, [32]) == given(4096, [32])
+    short, long, together = given(4096, [32] * 31), given(4096, [3000]), given(4096, [32] * 31 + [3000])
+    assert together < 1.3 * (short + long)
 
 
 def run_engine(
