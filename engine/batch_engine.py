@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 
 from engine.kv_cache import KVSlotPool, PrefixIndex
@@ -707,6 +708,4 @@ def _fitting_pages(
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as lines:
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
+    return psutil.virtual_memory().available
