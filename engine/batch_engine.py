@@ -29,6 +29,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
 from engine.speculation import NO_TOKEN, DraftModelProposer, NgramProposer, SpeculationStats, Speculator, accept
+from engine.structured import GRAMMAR_ERROR, GrammarCompiler
 from engine.tokenization import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class ContinuousBatchingEngine:
             aging_seconds=aging_seconds,
         )
         self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
+        self.grammars = GrammarCompiler(self.vocabulary)
         sampler = Sampler(self.sampling, self.vocabulary, self.device)
         self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler, self.table.page_table)
         self._speculator = self._make_speculator(speculation, draft_model, model, gamma)
@@ -263,6 +265,9 @@ class ContinuousBatchingEngine:
         if request.stop and tag is not None:
             raise ValueError("stop strings of a tagged request are its sink's")
         check_request(request, prompt_ids, self.vocabulary, self.max_seq_len)
+        grammar = None
+        if request.grammar is not None:
+            grammar = self.grammars.state(request.grammar, request.output_ids)
         reader = None
         if request.stop and self.tokenizer is not None:
             reader = TextStream(self.tokenizer, prompt_ids, request, request.output_ids)
@@ -285,6 +290,7 @@ class ContinuousBatchingEngine:
             deadline=now + request.timeout if request.timeout is not None else np.inf,
             digests=digests,
             arrival=now,
+            grammar=grammar,
             reader=reader,
         )
 
@@ -358,7 +364,7 @@ class ContinuousBatchingEngine:
         self, plan: StepPlan | None
     ) -> tuple[LaunchedStep | None, LaunchedStep | None, Exception | None]:
         """Launch the plan, then wait for the step to commit: the one in flight, else this one at depth 0 or when it
-        verifies drafts, which the next can't be planned without."""
+        verifies drafts or obeys grammars, so that the next can't be planned without."""
         runner = self._runner_or_raise()
         launched, error = None, None
         if plan is not None:
@@ -375,7 +381,7 @@ class ContinuousBatchingEngine:
         return launched, ready, error
 
     def _commits_at_once(self, plan: StepPlan | None) -> bool:
-        return self.depth == 0 or (plan is not None and plan.verifies)
+        return self.depth == 0 or (plan is not None and (plan.verifies or plan.masked))
 
     def _lock_step_post(
         self, plan: StepPlan | None, launched: LaunchedStep | None, ready: LaunchedStep | None, error: Exception | None
@@ -444,6 +450,9 @@ class ContinuousBatchingEngine:
         emits = np.where(stopped, stops.argmax(1), counts)
         full = lengths + emits >= table.limit[rows]
         table.known[rows] = lengths + emits
+        for k in np.flatnonzero(table.has_grammar[rows]).tolist():
+            if not self._advance_grammar(int(rows[k]), samples[k, : counts[k]].tolist()):
+                emits[k] = 0
         texts = np.flatnonzero(table.has_reader[rows] & (emits > 0))
         for k in texts.tolist():
             emits[k] = self._read(int(rows[k]), samples[k, : emits[k]].tolist())
@@ -461,7 +470,7 @@ class ContinuousBatchingEngine:
         for k in np.flatnonzero(ends).tolist():
             sequence = table.sequences[rows[k]]
             if sequence is None:
-                continue  # its reader failed
+                continue  # its reader or its grammar failed
             known = int(lengths[k] + emits[k])
             stop = sequence.reader.stop if sequence.reader else None
             if stop is not None:
@@ -475,6 +484,17 @@ class ContinuousBatchingEngine:
         if not len(tags):
             return None, generated
         return StepTokens(tags, told_counts, tokens, logprobs=logprobs), generated
+
+    def _advance_grammar(self, row: int, token_ids: list[int]) -> bool:
+        """Take the row's new tokens into its grammar; a sequence whose grammar can't go on ends."""
+        sequence = self.table.sequences[row]
+        assert sequence is not None and sequence.grammar is not None
+        grammar = sequence.grammar
+        if all(grammar.advance(token_id) or grammar.is_over for token_id in token_ids) and not grammar.error:
+            return True
+        error = grammar.error or f"{GRAMMAR_ERROR}allows no token here"
+        self._end(sequence, FinishReason.ERROR, int(self.table.known[row]), error=error)
+        return False
 
     def _read(self, row: int, token_ids: list[int]) -> int:
         """Give tokens to the row's reader; returns how many count, fewer where a stop string is complete."""

@@ -13,6 +13,7 @@ from engine.models.decoder import DecoderModel
 from engine.sampling import Sampled, Sampler
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
+from engine.structured import fill_masks
 
 _SLICE = 256  # prompt positions whose logits exist at a time
 
@@ -65,7 +66,9 @@ class ModelRunner:
             hidden = hidden[self._to_device(np.repeat(first, per_run) + offsets)]
         rows = np.repeat(plan.rows[plan.samples], per_run)
         lengths = np.repeat(plan.lengths[plan.samples], per_run) + offsets
-        sampled = self.sampler(self.model.logits(hidden), rows, lengths, table.device_tokens)
+        logits = self.model.logits(hidden)
+        masks = fill_masks(plan, table, self.sampler.vocab_size) if plan.masked else None  # while the device works
+        sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks)
         table.device_tokens.index_put_((self._to_device(rows), self._to_device(lengths)), sampled.ids.to(torch.int32))
         if self.device.type != "cuda":
             return LaunchedStep(plan, sampled, None, prompt_scores)

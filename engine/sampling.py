@@ -236,9 +236,17 @@ class Sampler:
         self.forbidden = torch.tensor(vocabulary.forbidden, dtype=torch.int64, device=device)
         self.token_ids = torch.arange(self.vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
-    def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Sampled:
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        tokens: Tensor,
+        masks: tuple[np.ndarray, Tensor] | None = None,
+    ) -> Sampled:
         """logits: [R, >= vocab_size]. rows: int64 [R] into the table. lengths: int64 [R], tokens known, which is the
-        position of the chosen one. tokens: [table rows, max_seq_len + 1] int32, all known tokens by position."""
+        position of the chosen one. tokens: [table rows, max_seq_len + 1] int32, all known tokens by position. masks:
+        indices of rows with a grammar, and what each allows (`structured.fill_masks`)."""
         table = self.table
         device = logits.device
         row_ids = torch.from_numpy(rows).to(device, non_blocking=True)
@@ -246,6 +254,10 @@ class Sampler:
         raw = logits[:, : self.vocab_size]
         wanted = int(table.num_logprobs[rows].max(initial=-1))
         scores = raw.clone() if wanted >= 0 and raw.dtype == torch.float32 else raw.float()
+        if masks is not None:
+            at = torch.from_numpy(masks[0]).to(device, non_blocking=True)
+            allowed = unpack_masks(masks[1].to(device, non_blocking=True), self.vocab_size)
+            scores[at] = scores[at].masked_fill_(~allowed, float("-inf"))
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
         greedy = table.greedy[rows]
         if greedy.all():
@@ -408,6 +420,12 @@ class Sampler:
         cut_p = _largest_cut(bottom, top, lambda cut: (exp * (scores >= cut)).sum(-1, keepdim=True) >= wanted)
         cut_p = torch.where(table.top_p.device[row_ids].unsqueeze(1) < 1, cut_p, bottom)
         return torch.maximum(torch.maximum(cut_k, cut_p), top + table.log_min_p.device[row_ids].unsqueeze(1))
+
+
+def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
+    """Bits of int32 [n, >= vocab_size / 32], the lowest first, as bool [n, vocab_size]."""
+    bits = masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def _largest_cut(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:

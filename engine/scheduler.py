@@ -37,6 +37,7 @@ class StepPlan:
     draft_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))  # [B, G]
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # source page, target page, tokens
     verifies: bool = False  # drafts were asked for: the step is committed before the next is planned
+    masked: bool = False  # some sampling run has a grammar: the same, as the host makes its mask
 
 
 class Scheduler:
@@ -58,6 +59,7 @@ class Scheduler:
         self.num_waiting = 0
         self.preemptions = 0
         self.cached_tokens = 0  # of prompts, found in the prefix index
+        self._commit_first = False  # a sequence with a grammar could be admitted but for the step in flight
         self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they are half of it
         self._free_rows = list(range(len(table.sequences) - 1, -1, -1))
         self._pending: dict[bytes, Sequence] = {}  # full pages that a running sequence will compute
@@ -108,11 +110,14 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def plan(self, in_flight: bool, draft_lengths: DraftLengths | None = None) -> StepPlan | None:
-        """The next step; None when there is nothing to run, or when a preemption or a draft must wait until the step
-        in flight is committed. `draft_lengths` says how many tokens to draft for rows that decode."""
+        """The next step; None when there is nothing to run, or when a preemption, a draft or a grammar must wait until
+        the step in flight is committed. `draft_lengths` says how many tokens to draft for rows that decode."""
         table = self.table
         preemptions = self.preemptions
         active = np.flatnonzero((table.uid >= 0) & (table.length < table.limit))
+        if in_flight and (self._commit_first or table.has_grammar[active].any()):
+            self._commit_first = False
+            return None
         need = table.length[active] - table.computed[active]
         decode = self._grow_decodes(active[need == 1], in_flight)
         if decode is None:
@@ -139,7 +144,7 @@ class Scheduler:
         kept = table.uid[decode] >= 0
         decode, drafts = decode[kept], drafts[kept]
         if self.preemptions == preemptions:
-            self._admit(budget, runs, copies)
+            self._admit(budget, runs, copies, in_flight)
         if not len(decode) and not runs:
             return None
         rows = np.concatenate((decode, np.array([row for row, _ in runs], dtype=np.int64)))
@@ -159,6 +164,7 @@ class Scheduler:
             drafts,
             copies=copies,
             verifies=bool(drafts.any()),
+            masked=bool(table.has_grammar[rows[samples]].any()),
         )
 
     def commit(self, plan: StepPlan, live: np.ndarray, accepted: np.ndarray) -> None:
@@ -239,12 +245,18 @@ class Scheduler:
         table.page_table[row, have : have + len(pages)] = pages
         table.num_pages[row] += len(pages)
 
-    def _admit(self, budget: int, runs: list[tuple[int, int]], copies: list[tuple[int, int, int]]) -> None:
+    def _admit(
+        self, budget: int, runs: list[tuple[int, int]], copies: list[tuple[int, int, int]], in_flight: bool
+    ) -> None:
         deferred: list[Sequence] = []
         while budget > 0 and self._free_rows and self._waiting and len(deferred) < len(self.table.sequences):
             sequence = heapq.heappop(self._waiting)
             if sequence.status is not Status.WAITING:
                 continue
+            if in_flight and sequence.grammar is not None:
+                self._commit_first = True
+                deferred.append(sequence)
+                break
             outcome = self._admit_one(sequence, budget, copies)
             if outcome is None:  # it waits for a prefix that is being computed; others may pass
                 deferred.append(sequence)

@@ -10,6 +10,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from engine.grammars import GrammarSpec
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
@@ -46,6 +48,7 @@ class SamplingParams(BaseModel):
     bad_words: list[StopString] = Field(default_factory=list, max_length=128)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="top alternatives per output token")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    grammar: GrammarSpec | None = Field(None, description="what the output must look like")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -57,9 +60,12 @@ class SamplingParams(BaseModel):
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _min_within_max(self) -> SamplingParams:
+    def _consistent(self) -> SamplingParams:
         if self.min_tokens > self.max_new_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_new_tokens {self.max_new_tokens}")
+        clash = [name for name in ("min_tokens", "ignore_eos", "bad_words") if getattr(self, name)]
+        if self.grammar is not None and clash:
+            raise ValueError(f"{clash[0]} and a grammar exclude each other")
         return self
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from engine.schemas import GenerationRequest, TokenLogprobs
+from engine.structured import GrammarState
 from engine.tokenization import TextStream
 
 
@@ -36,6 +37,7 @@ class Sequence:
     deadline: float
     digests: list[bytes]  # chain over the full pages of `tokens`, root first
     arrival: float
+    grammar: GrammarState | None = None
     reader: TextStream | None = None  # cuts at stop strings when the caller does not
     status: Status = Status.NEW
     row: int = -1
@@ -74,6 +76,7 @@ class SequenceTable:
         self.page_table = np.full((rows, max_pages), -1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=bool)  # its sampling parameters are still to be set
         self.has_reader = np.zeros(rows, dtype=bool)
+        self.has_grammar = np.zeros(rows, dtype=bool)
         self.tokens = np.zeros((rows, max_seq_len + 1), dtype=np.int32)
         # the same by the device: the sampler writes it, so that a step can follow one that is not committed yet
         self.device_tokens = torch.from_numpy(self.tokens).to(device)
@@ -89,6 +92,7 @@ class SequenceTable:
         self.computed[row] = self.committed[row] = self.published[row] = 0
         self.num_pages[row] = self.first_page[row] = 0
         self.has_reader[row] = sequence.reader is not None
+        self.has_grammar[row] = sequence.grammar is not None
         self.fresh[row] = True
         self.tokens[row, :count] = sequence.tokens
         if self.device_tokens.device.type != "cpu":
@@ -101,7 +105,7 @@ class SequenceTable:
         self.sequences[row] = None
         self.uid[row] = self.tag[row] = -1
         self.page_table[row, : self.num_pages[row]] = -1
-        self.has_reader[row] = False
+        self.has_reader[row] = self.has_grammar[row] = False
 
     def pages(self, row: int) -> np.ndarray:
         """The pages that a row holds, in order."""
