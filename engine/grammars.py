@@ -14,16 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _MAX_DEPTH = 64
 _PLAIN_CHARS = 16_384
 
-_ANNOTATIONS = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ANNOTATIONS = _words(
     "$schema $id $comment $defs definitions $anchor title description default examples example deprecated readOnly "
-    "writeOnly discriminator nullable strict contentEncoding contentMediaType".split()  # noqa: SIM905
+    "writeOnly discriminator nullable strict contentEncoding contentMediaType"
 )
-_REFUSED = frozenset(
+_REFUSED = _words(
     "not if then else contains minContains maxContains dependentRequired dependentSchemas dependencies "
-    "unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()  # noqa: SIM905
+    "unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef"
 )
-_NEED_TYPE = frozenset(
-    "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minItems".split()  # noqa: SIM905
+_NEED_TYPE = _words(
+    "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minItems"
 )
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),

@@ -260,7 +260,7 @@ class Speculator:
         for k in np.flatnonzero(self.table.has_grammar[plan.rows[at]]).tolist():
             sequence = self.table.sequences[plan.rows[at[k]]]
             assert sequence is not None and sequence.grammar is not None
-            drafts[k, sequence.grammar.fitting(drafts[k, drafts[i] != NO_TOKEN].tolist()) :] = NO_TOKEN
+            drafts[k, sequence.grammar.fitting(drafts[k, drafts[k] != NO_TOKEN].tolist()) :] = NO_TOKEN
         counts = np.cumprod(drafts != NO_TOKEN, axis=1).sum(axis=1)
         plan.counts[at] += counts - plan.drafts[at]
         plan.drafts[at] = counts
