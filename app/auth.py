@@ -16,6 +16,7 @@ MAX_PATH_BYTES = 8 * 1024
 REQUEST_ID = b"x-request-id"
 DEADLINE_HEADER = b"x-request-timeout-seconds"
 INNER_DEADLINE_HEADER = b"x-pilotfish-timeout-seconds"
+_ROUTES_PATH = "/-/routes"  # where Serve tells anybody the names of its applications
 # Headers that Ray Serve itself obeys (and decodes unchecked); a client has no say in them.
 _SERVE_HEADERS = frozenset({b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"})
 
@@ -26,7 +27,8 @@ def serve_middlewares() -> list[Middleware]:
 
 
 class HeadersMiddleware:
-    """Gives every request one valid X-Request-ID and every response exactly that one; refuses oversized headers.
+    """Gives every request one valid X-Request-ID and every response exactly that one; refuses oversized headers,
+    websockets and Serve's list of applications.
 
     The client's id is kept when it is 1 to 128 printable ASCII characters. It may run twice, outside Serve and inside
     the application: the second time changes nothing. The client's deadline is renamed, so that the application and not
@@ -37,6 +39,9 @@ class HeadersMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -67,6 +72,8 @@ class HeadersMiddleware:
             error = ApiError(431, f"the headers take {size} bytes, more than {MAX_HEADER_BYTES}")
         elif len(scope["path"]) + len(scope.get("query_string", b"")) > MAX_PATH_BYTES:
             error = ApiError(414, f"the path and query are longer than {MAX_PATH_BYTES} bytes")
+        elif route_path(scope) == _ROUTES_PATH:
+            error = ApiError(404, f"no such path: {_ROUTES_PATH}")
         else:
             await self.app(scope, receive, send_with_id)
             return

@@ -3,6 +3,7 @@
 - Ray's template binds HAProxy's statistics and metrics to every interface, without a key, and has no option for it:
   here they are on loopback.
 - It answers `/-/routes`, the names of the applications, to anybody: here that is a 404.
+- It waits an hour for the headers of a request, with one of its 4096 connections: here 10 seconds.
 - Splicing is off (-dS): with it, HAProxy 2.8 doesn't see a client leave whose request body came in a packet of its
   own, until the answer begins.
 - HAProxy outlives a Ray that is killed, port and all: here it dies with the process that started it.
@@ -29,7 +30,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "-f" in sys.argv[1:-1]:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
-        config.write_text(without_routes(on_loopback(config.read_text())))
+        config.write_text(with_deadline(without_routes(on_loopback(config.read_text()))))
     binary = str(get_haproxy_binary())
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])
 
@@ -49,6 +50,17 @@ def without_routes(config: str) -> str:
     text, count = re.subn(pattern, r"\g<1>deny deny_status 404 if routes", config, flags=re.MULTILINE)
     if count == 0:
         sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: its routes would be open to all")
+    return text
+
+
+def with_deadline(config: str) -> str:
+    """The configuration with a 408 for requests whose headers don't arrive in time."""
+    if re.search(r"^\s*timeout http-request ", config, re.MULTILINE):
+        return config
+    pattern = r"^( *)(timeout client .*)$"
+    text, count = re.subn(pattern, r"\1\2\n\1timeout http-request 10s", config, count=1, flags=re.MULTILINE)
+    if count == 0:
+        sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: slow clients could use it up")
     return text
 
 

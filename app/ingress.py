@@ -166,9 +166,6 @@ class ExchangeMiddleware:
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -204,3 +204,23 @@ async def test_outside_serve_it_keeps_one_id_and_serves_headers_out() -> None:
         assert len(ids) == 1 and seen[-1][b"x-request-id"] == ids[0]
         assert (ids[0] == given) == (given == b"me")
         assert set(seen[-1]) == {b"x-request-id", INNER_DEADLINE_HEADER}
+
+
+async def test_what_serve_would_tell_anybody_is_not_told() -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError(scope["path"])
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for root in ("", "/mounted"):
+        scope = {"type": "http", "path": f"{root}/-/routes", "root_path": root, "headers": []}
+        await HeadersMiddleware(app)(scope, receive, send)
+        assert sent[-2]["status"] == 404
+    await HeadersMiddleware(app)({"type": "websocket", "path": "/-/routes", "headers": []}, receive, send)
+    assert sent[-1]["type"] == "websocket.close"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import _parse, local_environment, main
-from app.haproxy import on_loopback
+from app.haproxy import on_loopback, with_deadline, without_routes
 from app.settings import ServingConfig
 
 
@@ -117,3 +117,26 @@ def test_haproxys_statistics_are_kept_on_loopback() -> None:
     assert on_loopback(safe) == safe  # at a reload without a change
     with pytest.raises(SystemExit):
         on_loopback("frontend http\n    bind *:80\n")
+
+
+def test_haproxy_tells_no_routes_and_waits_for_nobody() -> None:
+    from jinja2 import Environment
+    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE as TEMPLATE
+
+    message = {"status": 200, "routes_content_type": "application/json", "routes_message": '{\\"/\\":\\"secret\\"}'}
+    environment = Environment()
+    environment.filters["haproxy_fmt"] = str
+    config = environment.from_string(TEMPLATE).render(
+        config={"timeout_client_s": 3600, "timeout_http_request_s": None}, route_info=message
+    )
+    assert "secret" in config and "timeout http-request" not in config
+    safe = with_deadline(without_routes(config))
+    lines = [line.strip() for line in safe.splitlines()]
+    assert "secret" not in safe
+    assert "http-request deny deny_status 404 if routes" in lines
+    assert lines.index("timeout http-request 10s") == lines.index("timeout client 3600s") + 1
+    assert lines.index("defaults") < lines.index("timeout client 3600s") < lines.index("frontend http_frontend")
+    assert with_deadline(without_routes(safe)) == safe  # at a reload without a change
+    for change in (without_routes, with_deadline):
+        with pytest.raises(SystemExit):
+            change("frontend http\n    bind *:80\n")
