@@ -45,6 +45,7 @@ from app.schemas.openai import (
     OpenAIBody,
     model_card,
 )
+from app.tools import output_form
 from engine.schemas import GenerationRequest, GenerationResult, QueueFull
 
 logger = logging.getLogger(__name__)
@@ -229,12 +230,17 @@ class Ingress:
     async def chat_completions(self, call: Call) -> None:
         body = parse(ChatCompletionRequest, await self._json(call), 400)
         model = self._model(body.model)
+        tokenizer = self.router.tokenizer
+        form = output_form(tokenizer, self.router.config.tool_call_parser, body.tool_use())
         ids = await self._chat_ids([m.for_template() for m in body.messages], body.template_arguments())
+        form, ids = form.after_prompt(tokenizer, ids)
+        grammar = form.grammar(body.grammar(400))
         limit = self._limit(len(ids), body.max_new_tokens, None, body.public_names["max_new_tokens"])
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         fields = {**body.output_fields(), "max_new_tokens": limit, **self._deadline(call, body.timeout)}
+        fields |= {"grammar": grammar} | form.shows_special_tokens
         requests = self._choices(body, answer_id, [ids], [fields], body.public_names)
-        renderer = ChatRenderer(body, self.router.tokenizer, model, answer_id, int(time.time()))
+        renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), form)
         await self._run(call, requests, renderer, body.stream)
 
     async def completions(self, call: Call) -> None:
@@ -337,7 +343,7 @@ class Ingress:
     async def _text_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return await _off_loop(len(text), self.router.tokenizer.encode, text, add_special_tokens)
 
-    async def _chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
+    async def _chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
         size = sum(len(message["content"]) for message in messages)
         return await _off_loop(size, self.router.tokenizer.encode_chat, messages, **arguments)
 
@@ -384,7 +390,7 @@ class Ingress:
         fields: Sequence[dict[str, Any]],
         names: dict[str, str],
     ) -> list[GenerationRequest]:
-        sampling = {**self.router.sampling_defaults, **body.sampling()}
+        sampling = {**self.router.sampling_defaults, **body.sampling(), "grammar": body.grammar(400)}
         sampling.pop("timeout", None)
         requests: list[GenerationRequest] = []
         for ids, extra in zip(prompts, fields, strict=True):
@@ -397,7 +403,7 @@ class Ingress:
     async def _native_request(self, call: Call, body: NativeBody, prompt: str, request_id: str) -> GenerationRequest:
         ids = await self._text_ids(prompt)
         limit = self._limit(len(ids), body.max_new_tokens, min(NATIVE_TOKENS, MAX_NEW_TOKENS), "max_new_tokens")
-        fields = {**body.sampling(), "max_new_tokens": limit}
+        fields = {**body.sampling(), "grammar": body.grammar(422), "max_new_tokens": limit}
         fields.pop("timeout", None)
         fields |= self._deadline(call, body.timeout)
         return build_request(422, request_id=request_id, prompt_ids=ids, **fields)

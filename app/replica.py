@@ -37,7 +37,8 @@ SEEN_TAGS = 65536
 
 @dataclass(slots=True)
 class Refusal:
-    """A request that a replica didn't take. `status` is the HTTP status; 0: another attempt may succeed."""
+    """A request that a replica didn't take. `status` is the HTTP status; 0: another attempt may succeed; 503: not here
+    any more."""
 
     status: int
     message: str
@@ -183,7 +184,7 @@ class EngineReplica:
         if tag in self._seen:
             return Refusal(0, "this attempt was here before")
         if self._failure is not None:
-            return Refusal(0, "the engine has died")
+            return Refusal(503, "the engine has died")
         self._seen[tag] = None
         if len(self._seen) > SEEN_TAGS:
             self._seen.pop(next(iter(self._seen)))
@@ -191,6 +192,8 @@ class EngineReplica:
         self._calls[tag] = call
         request_id = _engine_id(tag)
         try:
+            if request.grammar is not None:  # the engine finds it compiled
+                await asyncio.to_thread(self.engine.grammars.compile, request.grammar)
             self.engine.add_request(request.model_copy(update={"request_id": request_id}), tag=tag)
             return await call
         except QueueFull as error:

@@ -16,6 +16,7 @@ from app.metrics import Metrics
 from app.placement import Membership, choose
 from app.replica import TAG_BITS, PumpMessage, Refusal
 from app.settings import ServingConfig
+from engine.grammars import GRAMMAR_ERROR
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, TokenLogprobs
 from engine.tokenization import TextStream, Tokenizer
 
@@ -208,6 +209,8 @@ class TextGeneration:
                 return reply if isinstance(reply, GenerationResult) else self._bare_result()
             if isinstance(reply, GenerationResult) and reply.finish_reason is not FinishReason.ABORT:
                 if reply.finish_reason is FinishReason.ERROR:
+                    if (reply.error or "").startswith(GRAMMAR_ERROR):
+                        raise ValueError(reply.error)
                     raise GenerationError(reply.error or "the engine failed", 500)
                 if reply.finish_reason is FinishReason.DEADLINE:
                     raise TimeoutError
@@ -216,6 +219,9 @@ class TextGeneration:
                 return reply
             if isinstance(reply, Refusal) and reply.status == 429:
                 full.add(link.replica_id)
+                continue
+            if isinstance(reply, Refusal) and reply.status == 503:
+                link.leaving = True
                 continue
             if isinstance(reply, Refusal) and reply.status == 400:
                 raise ValueError(reply.message)

@@ -59,6 +59,10 @@ class ServingConfig(BaseSettings):
     )
     gamma: int | None = Field(None, ge=1, le=16, description="tokens drafted at a time; default: as many as pay")
 
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="form of the model's tool calls; auto: the one in its chat template"
+    )
+
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
     port: int = Field(8000, ge=1, le=65535)
     api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")

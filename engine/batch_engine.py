@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import torch
 
+from engine.grammars import GRAMMAR_ERROR
 from engine.kv_cache import KVSlotPool, PrefixIndex
 from engine.models.decoder import DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
@@ -29,7 +30,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
 from engine.speculation import NO_TOKEN, DraftModelProposer, NgramProposer, SpeculationStats, Speculator, accept
-from engine.structured import GRAMMAR_ERROR, GrammarCompiler
+from engine.structured import GrammarCompiler
 from engine.tokenization import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)

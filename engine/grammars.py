@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+GRAMMAR_ERROR = "the grammar "
+"""How the error of a request begins whose grammar failed, before or while it ran."""
+
 _MAX_DEPTH = 64
 _PLAIN_CHARS = 16_384
 
@@ -41,12 +44,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_COSTLY = re.compile(r'"(pattern\w*|format|propertyNames|grammar)"')
+
+
 class GrammarSpec(BaseModel):
     """What an output must look like.
 
     json_schema: `text` is a schema; properties come in its order, and none that it doesn't name; `oneOf` is read as
     `anyOf`. json_object: any JSON object. regex: matched as a whole. choice: `text` is a JSON list of strings.
-    grammar: EBNF whose first rule is `root`. structural_tag: xgrammar's. JSON is written on one line.
+    grammar: EBNF whose first rule is `root`. structural_tag: a format of xgrammar's. JSON is written on one line.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,7 +68,10 @@ class GrammarSpec(BaseModel):
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"not valid JSON: {error}") from None
             if self.kind == "json_schema":
-                check_schema(value)
+                try:
+                    check_schema(value)
+                except (AttributeError, TypeError):
+                    raise ValueError("malformed JSON schema") from None
             elif self.kind == "choice" and not (value and isinstance(value, list) and all(map(_is_text, value))):
                 raise ValueError("choice must be a list of non-empty strings")
         elif self.kind != "json_object" and not self.text:
@@ -74,10 +83,9 @@ class GrammarSpec(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Whether compiling it and following it takes next to no time, whatever it says."""
-        plain_schema = self.kind == "json_schema" and not re.search(r'"(pattern\w*|format|propertyNames)"', self.text)
-        return self.kind == "json_object" or (
-            len(self.text) <= _PLAIN_CHARS and (plain_schema or self.kind == "choice")
-        )
+        if len(self.text) > _PLAIN_CHARS or self.kind in ("regex", "grammar"):
+            return False
+        return self.kind == "choice" or not _COSTLY.search(self.text)
 
 
 def _is_text(value: object) -> bool:

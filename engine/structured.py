@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.grammars import GrammarSpec
+from engine.grammars import GRAMMAR_ERROR, GrammarSpec
 from engine.schemas import QueueFull
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from engine.sampling import Vocabulary
     from engine.scheduler import StepPlan
     from engine.sequence import SequenceTable
-
-GRAMMAR_ERROR = "the grammar "
-"""How the error of a request begins whose grammar failed while it ran."""
 
 _CACHE_BYTES = 256 << 20
 _TASTE_CPU_SECONDS = 5.0
@@ -139,7 +136,7 @@ def compile_grammar(compilers: list[Any], spec: GrammarSpec) -> xgrammar.Compile
     free, strict = compilers
     try:
         if spec.kind == "structural_tag":
-            return strict.compile_structural_tag(spec.text)
+            return strict.compile_structural_tag(f'{{"type": "structural_tag", "format": {spec.text}}}')
         if spec.kind in ("json_schema", "json_object"):
             schema = spec.text or '{"type": "object", "additionalProperties": true}'
             return strict.compile_json_schema(schema, any_whitespace=False)

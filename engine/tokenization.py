@@ -39,6 +39,7 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     pad_token_id: int | None
     has_chat_template: bool
+    chat_template: str = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of any text. Without truncation: the caller knows the context's length."""
@@ -158,6 +159,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.pad_token_id: int | None = self.hf.pad_token_id
         self.eos_token_ids = frozenset(eos | _ids(self.hf.eos_token_id))
         self.has_chat_template = bool(self.hf.chat_template)
+        # a model may have several, by name: all that it may write counts
+        named = self.hf.chat_template
+        self.chat_template = "".join(named.values()) if isinstance(named, dict) else named or ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _check_text(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.errors import ApiError
+from engine.grammars import GrammarSpec
 from engine.schemas import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
@@ -38,6 +40,64 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     inert: ClassVar[Mapping[str, Check]] = {}
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    definition: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None and self.json_schema.definition is not None):
+            raise ValueError("type 'json_schema' and json_schema.schema go together")
+        return self
+
+
+class StructuredOutputs(Body):
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class GrammarFields(Body):
+    """What the output must look like, in OpenAI's words or in vLLM's new or old ones."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def grammar(self, status: int) -> GrammarSpec | None:
+        """The one grammar that was given; two, or an unsound one, are an ApiError of this status."""
+        given: list[tuple[str, str, Any]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            given.append(("response_format", self.response_format.type, schema.definition if schema else ""))
+        nested = self.structured_outputs or StructuredOutputs()
+        for kind in ("json", "regex", "choice", "grammar"):
+            name = "json_schema" if kind == "json" else kind
+            given.append((f"guided_{kind}", name, getattr(self, f"guided_{kind}")))
+            given.append((f"structured_outputs.{kind}", name, getattr(nested, name)))
+        given = [item for item in given if item[2] is not None]
+        if len(given) > 1:
+            raise ApiError(status, f"{given[0][0]} and {given[1][0]} exclude each other", param=given[1][0])
+        for param, name, value in given:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            try:
+                return GrammarSpec.model_validate({"kind": name, "text": text})
+            except ValidationError as error:
+                raise ApiError(status, f"{param}: {invalid(error, status).message}", param=param) from None
+        return None
 
 
 class SamplingFields(Body):

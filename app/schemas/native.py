@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field, StringConstraints, model_validator
 
 from app.errors import ApiError, error_body
-from app.schemas import Body, SamplingFields
+from app.schemas import Body, GrammarFields, SamplingFields
 from app.schemas.openai import ChatMessage
 from engine.schemas import GenerationRequest, GenerationResult
 
@@ -23,7 +23,7 @@ PromptText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PROMP
 NewTokens = Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)]
 
 
-class NativeBody(SamplingFields):
+class NativeBody(SamplingFields, GrammarFields):
     max_new_tokens: NewTokens | None = None
     stop: list[str] | None = Field(None, max_length=4)
 

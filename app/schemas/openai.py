@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -10,7 +11,8 @@ import orjson
 from pydantic import Field, field_validator, model_validator
 
 from app.errors import ApiError, error_body
-from app.schemas import Body, Check, SamplingFields, usage
+from app.schemas import Body, Check, GrammarFields, SamplingFields, usage
+from app.tools import Delta, OutputForm, ToolUse
 from engine.schemas import GenerationRequest, GenerationResult, TokenLogprobs
 from engine.tokenization import IncrementalDetokenizer, Tokenizer
 
@@ -49,7 +51,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class OpenAIBody(SamplingFields):
+class OpenAIBody(SamplingFields, GrammarFields):
     """What both routes share."""
 
     model: str | None = None
@@ -71,13 +73,53 @@ class OpenAIBody(SamplingFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(ValueError):  # a call that was cut off is shown as it is
+            arguments = orjson.loads(arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
     function_call: Any = None
     refusal: Any = None
     audio: Any = None
@@ -99,7 +141,7 @@ class ChatMessage(Body):
             texts.append(text)
         return "\n".join(texts)
 
-    @field_validator("tool_calls", "function_call", "refusal", "audio", "annotations")
+    @field_validator("function_call", "refusal", "audio", "annotations")
     @classmethod
     def _only_empty(cls, value: object) -> object:
         if value:
@@ -108,16 +150,23 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a {self.role} message has no tool_calls")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message needs content")
         return self
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         # Templates know no developer; None in one would be printed as "None".
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
         for key in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, key)) is not None:
                 message[key] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -128,12 +177,8 @@ class ChatCompletionRequest(OpenAIBody):
         "function_call": lambda value: value in ("none", "auto"),
         "functions": lambda value: value == [],
         "modalities": lambda value: value == ["text"],
-        "parallel_tool_calls": lambda value: isinstance(value, bool),
         "prediction": _never,
         "reasoning_effort": _never,
-        "response_format": lambda value: value == {"type": "text"},
-        "tool_choice": lambda value: value in ("none", "auto"),
-        "tools": lambda value: value == [],
         "verbosity": _never,
         "web_search_options": _never,
     }
@@ -146,6 +191,9 @@ class ChatCompletionRequest(OpenAIBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:
@@ -163,12 +211,34 @@ class ChatCompletionRequest(OpenAIBody):
             raise ApiError(
                 400, f"chat_template_kwargs can't set {', '.join(clash)}", param=f"chat_template_kwargs.{clash[0]}"
             )
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "tools: two functions have the same name", param="tools")
+        wanted = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        if self.tool_choice == "required" and not names or wanted is not None and wanted not in names:
+            raise ApiError(400, f"tool_choice: {wanted or 'a function'!r} is not in tools", param="tool_choice")
         return self
+
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may and must call; None for nothing."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools]
+        if self.tool_choice == "auto":
+            return ToolUse([], self.parallel_tool_calls)
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return ToolUse([function for function in functions if function["name"] == name], False)
+        return ToolUse(functions, self.parallel_tool_calls)
 
     def template_arguments(self) -> dict[str, Any]:
         generation_prompt = self.add_generation_prompt
+        tools = (
+            {} if self.tool_use() is None else {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]}
+        )
         return {
             **self.chat_template_kwargs,
+            **tools,
             "add_generation_prompt": not self.continue_final_message
             if generation_prompt is None
             else generation_prompt,
@@ -302,9 +372,17 @@ class ChatRenderer(_Renderer):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatCompletionRequest, tokenizer: Tokenizer, model: str, answer_id: str, created: int
+        self,
+        body: ChatCompletionRequest,
+        tokenizer: Tokenizer,
+        model: str,
+        answer_id: str,
+        created: int,
+        form: OutputForm,
     ) -> None:
         super().__init__(body, tokenizer, model, answer_id, created)
+        self._form = form
+        self._parsers = [form.parser() for _ in range(body.n)] if form.parses and body.stream else []
         self._logprobs = body.logprobs
         self._prompt_logprobs_wanted = body.prompt_logprobs is not None
         # %b of a chunk: the text, then what closes the event.
@@ -314,19 +392,23 @@ class ChatRenderer(_Renderer):
         self._after_text = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def body(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        answer = self._answer(
-            [
+        choices = []
+        for i, result in enumerate(results):
+            delta, finish_reason = Delta(result.text), str(result.finish_reason)
+            if self._form.parses:
+                parser = self._form.parser()
+                delta = parser.push(result.text) + parser.flush()
+                finish_reason = parser.finish_reason(finish_reason)
+            choices.append(
                 {
                     "index": i,
-                    "message": {"role": "assistant", "content": result.text},
+                    "message": delta.message(),
                     "logprobs": self._logprobs_of(result.logprobs or []) if self._logprobs else None,
-                    "finish_reason": result.finish_reason,
+                    "finish_reason": finish_reason,
                     "stop_reason": result.stop_reason,
                 }
-                for i, result in enumerate(results)
-            ],
-            results,
-        )
+            )
+        answer = self._answer(choices, results)
         if self._prompt_logprobs_wanted:
             answer["prompt_logprobs"] = self._prompt_logprobs(results[0])
         return answer
@@ -336,20 +418,28 @@ class ChatRenderer(_Renderer):
         return b"".join(self._event(choice % i) for i in range(self._n))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
+        if self._parsers:
+            delta = self._parsers[index].push(chunk.text).as_dict()
+            return self._delta_event(index, delta, chunk.logprobs or []) if delta or chunk.logprobs else b""
         if not self._logprobs:
             return self._before_text[index] + orjson.dumps(chunk.text) + self._after_text if chunk.text else b""
         if not chunk.text and not chunk.logprobs:
             return b""
-        logprobs = orjson.dumps(self._logprobs_of(chunk.logprobs or []))
-        return self._event(
-            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
-            % (index, orjson.dumps(chunk.text), logprobs)
-        )
+        return self._delta_event(index, {"content": chunk.text}, chunk.logprobs or [])
+
+    def _delta_event(self, index: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs]) -> bytes:
+        shown = self._logprobs_of(logprobs) if self._logprobs else None
+        return self._event(orjson.dumps({"index": index, "delta": delta, "logprobs": shown, "finish_reason": None}))
 
     def finish(self, index: int, result: GenerationResult) -> bytes:
-        return self._event(
+        held, finish_reason = b"", str(result.finish_reason)
+        if self._parsers:
+            parser = self._parsers[index]
+            delta, finish_reason = parser.flush().as_dict(), parser.finish_reason(finish_reason)
+            held = self._delta_event(index, delta, []) if delta else b""
+        return held + self._event(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}'
-            % (index, result.finish_reason.value.encode(), orjson.dumps(result.stop_reason))
+            % (index, finish_reason.encode(), orjson.dumps(result.stop_reason))
         )
 
     def _logprobs_of(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:

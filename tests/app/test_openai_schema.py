@@ -128,7 +128,7 @@ async def test_harmless_fields_are_taken(extra: dict[str, Any]) -> None:
     [
         ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ("chat", {"tool_choice": "required"}, "tool_choice"),
-        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
         ("chat", {"functions": [{"name": "f"}]}, "functions"),
         ("chat", {"audio": {}}, "audio"),
         ("chat", {"reasoning_effort": "low"}, "reasoning_effort"),
@@ -178,7 +178,7 @@ async def test_harmless_fields_are_taken(extra: dict[str, Any]) -> None:
         (
             "chat",
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]},
-            "messages.0.tool_calls",
+            "messages.0.tool_calls.0.function",
         ),
         ("completions", {"suffix": "x"}, "suffix"),
         ("completions", {"best_of": 2}, "best_of"),

@@ -1,0 +1,322 @@
+"""Tool calls, thinking and structured output through the official client, and the parsers piece by piece."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any, Literal
+
+import pytest
+from openai import BadRequestError, pydantic_function_tool
+from pydantic import BaseModel
+
+from app.tools import FORMATS, MISTRAL, Delta, OutputParser
+from engine.tokenization import SimpleCharacterTokenizer
+from tests.app.edge import ScriptedRouter, http, openai_client
+
+TEMPLATES = {
+    "hermes": "{{ tools }}<tool_call></tool_call>",
+    "llama3_json": "{{ tools }} ipython",
+    "mistral": "{{ tools }}[TOOL_CALLS]",
+    "thinking": "{{ tools }}<tool_call> <think></think>",
+    "none": "{{ messages }}",
+}
+WEATHER = {"name": "weather", "arguments": {"city": 'New "York" {}]', "days": 3, "deep": {"a": [1, {}]}}}
+TIME = {"name": "time", "arguments": {}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("weather", "time")
+]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+
+
+def written(family: str, *calls: dict[str, Any]) -> str:
+    """The calls as such a model writes them."""
+    if family == "llama3_json":
+        return "; ".join(json.dumps({"name": c["name"], "parameters": c["arguments"]}) for c in calls)
+    if family == "mistral":
+        return "[TOOL_CALLS]" + json.dumps(list(calls))
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+class TemplateTokenizer(SimpleCharacterTokenizer):
+    """Characters, with a template that shows what it was given."""
+
+    has_chat_template = True
+
+    def __init__(self, template: str, suffix: str = "") -> None:
+        super().__init__()
+        self.chat_template = template
+        self.suffix = suffix
+
+    def apply_chat_template(self, messages: Any, *, tools: Any = None, **kwargs: Any) -> str:
+        return json.dumps({"messages": messages, "tools": tools}) + self.suffix
+
+
+def router(output: str, family: str = "hermes", suffix: str = "") -> ScriptedRouter:
+    made = ScriptedRouter(output)
+    made.tokenizer = TemplateTokenizer(TEMPLATES[family], suffix)
+    made.max_model_len = 8192
+    return made
+
+
+def prompt(made: ScriptedRouter) -> dict[str, Any]:
+    ids = made.requests[-1].prompt_ids or []
+    return json.loads(made.tokenizer.decode(ids).removesuffix("[TOOL_CALLS]").removesuffix("<think>"))
+
+
+def parse(parser: OutputParser, text: str, seed: int) -> tuple[Delta, list[Delta]]:
+    rng, deltas = random.Random(seed), []
+    while text:
+        size = rng.choice((1, 2, 3, 7, 30))
+        deltas.append(parser.push(text[:size]))
+        text = text[size:]
+    deltas.append(parser.flush())
+    return sum(deltas, Delta()), deltas
+
+
+def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    return [{"name": f["name"], "arguments": json.loads(f["arguments"])} for f in functions]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("family", FORMATS)
+def test_calls_are_found_however_the_text_is_cut(family: str, seed: int) -> None:
+    whole, deltas = parse(
+        OutputParser(FORMATS[family], True, False, False, False), written(family, WEATHER, TIME), seed
+    )
+    assert calls_of(whole.message()) == [WEATHER, TIME]
+    assert whole.message()["content"] is None
+    pieces = [call for delta in deltas for call in delta.calls]
+    assert [call.index for call in pieces] == sorted(call.index for call in pieces)
+    assert all(bool(call.id) == bool(call.name) for call in pieces)
+    assert len({call.id for call in pieces if call.id}) == 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("family", "text", "content", "calls"),
+    (
+        ("hermes", "I look.\n\n" + written("hermes", TIME) + " Done.", "I look. Done.", [TIME]),
+        ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}', "", [{"name": "f", "arguments": {"x": 1}}]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", [{"name": "f", "arguments": {}}]),
+        ("hermes", "1 < 2 <tool", "1 < 2 <tool", []),
+        ("hermes", "<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+        ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', []),
+        ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
+        ("llama3_json", 'It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
+        ("llama3_json", "<|python_tag|>" + written("llama3_json", TIME), "", [TIME]),
+        ("mistral", "Yes. " + written("mistral", TIME), "Yes.", [TIME]),
+        ("mistral", '[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]time{"a": 1}', "", [TIME, TIME | {"arguments": {"a": 1}}]),
+    ),
+)
+def test_text_that_is_a_call_in_part_or_not_at_all(
+    family: str, text: str, content: str, calls: list[Any], seed: int
+) -> None:
+    whole, _ = parse(OutputParser(FORMATS[family], True, False, False, False), text, seed)
+    assert whole.content == content
+    assert calls_of(whole.message()) == calls
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("inside", "text", "reasoning", "content"),
+    (
+        (False, "<think>\nHm < 3 </thin.\n</think>\n\nYes.", "\nHm < 3 </thin.\n", "Yes."),
+        (False, "No thought.", "", "No thought."),
+        (False, " <thi", "", " <thi"),
+        (True, "Hm.</think>Yes.", "Hm.", "Yes."),
+        (True, "Cut off", "Cut off", ""),
+    ),
+)
+def test_thinking_is_split_off(inside: bool, text: str, reasoning: str, content: str, seed: int) -> None:
+    whole, _ = parse(OutputParser(None, True, True, inside, False), text, seed)
+    assert (whole.reasoning, whole.content) == (reasoning, content)
+    assert whole.message()["content"] == (content or None)
+
+
+@pytest.mark.parametrize("family", FORMATS)
+async def test_the_clients_tool_loop(family: str) -> None:
+    made = router(written(family, WEATHER), family)
+    messages = list(QUESTION)
+    async with openai_client(made) as api:
+        answer = await api.chat.completions.create(model="Tiny", messages=messages, tools=TOOLS)
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls or []
+        assert json.loads(call.function.arguments) == WEATHER["arguments"]  # type: ignore[union-attr]
+        assert prompt(made)["tools"] == TOOLS
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}]
+        made._script = lambda request: "It is sunny."
+        answer = await api.chat.completions.create(model="Tiny", messages=messages, tools=TOOLS)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It is sunny.", "stop")
+    shown = prompt(made)["messages"]
+    assert shown[1]["tool_calls"][0]["function"] == WEATHER
+    assert shown[1]["content"] == ""
+    assert shown[2] == {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    if family == "mistral":
+        assert len(call.id) == 9 and call.id.isalnum()
+
+
+@pytest.mark.parametrize("family", FORMATS)
+async def test_streamed_calls(family: str) -> None:
+    made = router(written(family, WEATHER, TIME), family)
+    async with (
+        openai_client(made) as api,
+        api.chat.completions.stream(model="Tiny", messages=QUESTION, tools=TOOLS) as stream,
+    ):
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.delta") > 10  # as they come, not at the end
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert final.choices[0].finish_reason == "tool_calls"
+    calls = [call.function for call in final.choices[0].message.tool_calls or []]
+    assert [(f.name, json.loads(f.arguments)) for f in calls] == [
+        (call["name"], call["arguments"]) for call in (WEATHER, TIME)
+    ]
+
+
+async def test_the_clients_parse_helper() -> None:
+    class City(BaseModel):
+        name: str
+        size: Literal["small", "large"]
+        neighbours: list[str]
+
+    made = router('{"name": "Paris", "size": "large", "neighbours": ["Lyon"]}')
+    async with openai_client(made) as api:
+        answer = await api.chat.completions.parse(model="Tiny", messages=QUESTION, response_format=City)
+        assert answer.choices[0].message.parsed == City(name="Paris", size="large", neighbours=["Lyon"])
+        grammar = made.requests[-1].grammar
+        assert grammar is not None and grammar.kind == "json_schema"
+        assert json.loads(grammar.text)["required"] == ["name", "size", "neighbours"]
+        made._script = lambda request: written(
+            "hermes",
+            {"name": "City", "arguments": City.model_construct(name="Rome", size="large", neighbours=[]).model_dump()},
+        )
+        answer = await api.chat.completions.parse(
+            model="Tiny", messages=QUESTION, tools=[pydantic_function_tool(City)], tool_choice="required"
+        )
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == City(name="Rome", size="large", neighbours=[])
+
+
+@pytest.mark.parametrize("family", FORMATS)
+async def test_tool_choice(family: str) -> None:
+    made = router(written(family, TIME, WEATHER).removeprefix("[TOOL_CALLS]"), family)
+    async with openai_client(made) as api:
+
+        async def ask(**options: Any) -> Any:
+            answer = await api.chat.completions.create(model="Tiny", messages=QUESTION, tools=TOOLS, **options)
+            return answer.choices[0]
+
+        choice = await ask(tool_choice="required")
+        assert len(choice.message.tool_calls) == 2
+        grammar = made.requests[-1].grammar
+        assert grammar is not None and grammar.kind == "structural_tag"
+        assert {name for name in ("time", "weather") if f'"{name}\\' in grammar.text} == {"time", "weather"}
+        opener = made.tokenizer.encode("[TOOL_CALLS]")
+        assert (made.requests[-1].prompt_ids[-len(opener) :] == opener) == (family == "mistral")  # type: ignore[index]
+        assert len((await ask(tool_choice="required", parallel_tool_calls=False)).message.tool_calls) == 1
+        choice = await ask(tool_choice={"type": "function", "function": {"name": "time"}})
+        assert [call.function.name for call in choice.message.tool_calls] == ["time"]
+        assert '"weather' not in made.requests[-1].grammar.text  # type: ignore[union-attr]
+        choice = await ask(tool_choice="none")
+        assert choice.message.tool_calls is None and choice.message.content
+        assert made.requests[-1].grammar is None and prompt(made)["tools"] is None
+
+
+async def test_reasoning_and_calls_together() -> None:
+    text = "I need it.</think>\n\nLook:\n" + written("hermes", WEATHER)
+    made = router(text, "thinking", suffix="<think>")
+    async with openai_client(made) as api:
+        message = (await api.chat.completions.create(model="Tiny", messages=QUESTION, tools=TOOLS)).choices[0].message
+        assert message.reasoning_content == "I need it."  # type: ignore[attr-defined]
+        assert message.content == "Look:"
+        assert calls_of(message.model_dump()) == [WEATHER]
+        stream = await api.chat.completions.create(model="Tiny", messages=QUESTION, tools=TOOLS, stream=True)
+        reasoning = content = ""
+        async for chunk in stream:
+            delta = chunk.choices[0].delta
+            reasoning += getattr(delta, "reasoning_content", None) or ""
+            content += delta.content or ""
+        assert (reasoning, content, chunk.choices[0].finish_reason) == ("I need it.", "Look:", "tool_calls")
+        await api.chat.completions.create(model="Tiny", messages=QUESTION, response_format={"type": "json_object"})
+        assert "</think>" in made.requests[-1].grammar.text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("echoed", ({"tool_calls": []}, {"tool_calls": None}, {}))
+async def test_history_as_clients_send_it(echoed: dict[str, Any]) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": None, **echoed}, *QUESTION]
+    made = router("Fine.")
+    async with http(made) as client:
+        reply = await client.post("/v1/chat/completions", json={"messages": messages, "tools": []})
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["message"] == {"role": "assistant", "content": "Fine."}
+    assert prompt(made)["messages"][1] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("route", ("/v1/chat/completions", "/v1/completions", "/generate"))
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    (
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"guided_json": {"type": "null"}}, "json_schema", '{"type": "null"}'),
+        ({"structured_outputs": {"json": '{"type":"null"}'}}, "json_schema", '{"type":"null"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"response_format": {"type": "text"}}, None, None),
+    ),
+)
+async def test_grammars_reach_the_engine(route: str, fields: Any, kind: Any, text: Any) -> None:
+    made = ScriptedRouter()
+    body = {"messages": QUESTION} if "chat" in route else {"prompt": "Hi"}
+    async with http(made) as client:
+        reply = await client.post(route, json=body | fields)
+    assert reply.status_code == 200, reply.text
+    grammar = made.requests[-1].grammar
+    assert (grammar and grammar.kind, grammar and grammar.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    (
+        ({"guided_json": {"type": "null"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"required": 3}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tools"),
+    ),
+)
+async def test_what_is_refused_names_the_field(fields: Any, param: str) -> None:
+    async with openai_client(router("Hi")) as api:
+        with pytest.raises(BadRequestError) as error:
+            await api.chat.completions.create(model="Tiny", messages=QUESTION, extra_body=fields)
+    assert error.value.param == param
+
+
+async def test_a_template_without_a_form_for_calls_refuses_tools() -> None:
+    async with openai_client(router("Hi", "none")) as api:
+        with pytest.raises(BadRequestError, match="tools are not supported"):
+            await api.chat.completions.create(model="Tiny", messages=QUESTION, tools=TOOLS)
+
+
+def test_the_forced_form_of_mistral_is_read_without_its_opener() -> None:
+    parser = OutputParser(MISTRAL, True, False, False, True)
+    whole, _ = parse(parser, json.dumps([TIME, WEATHER]), 0)
+    assert calls_of(whole.message()) == [TIME, WEATHER]
