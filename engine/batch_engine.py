@@ -672,6 +672,7 @@ class ContinuousBatchingEngine:
                 self._runner = None
                 self.pool.drop()
                 ended, self._ended = self._ended, []
+            self.grammars.close()
             if ended and self._sink is not None:
                 self._sink(StepTokens(*_NO_TOKENS, finished=ended))
 

@@ -74,6 +74,14 @@ class GrammarCompiler:
                 raise ValueError(f"output_ids: {state.error or 'they break the grammar'}")
         return state
 
+    def close(self) -> None:
+        """End the process that tries grammars, if there is one."""
+        with self._tasting:
+            if self._taster is not None:
+                self._taster.kill()
+                self._taster.communicate()
+                self._taster = None
+
     def _pieces(self) -> list[bytes]:
         """The bytes of every token; none for those that no text contains."""
         tokenizer = self._vocabulary.tokenizer
