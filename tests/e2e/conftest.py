@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from app.cli import free_ports
 
 ROOT = Path(__file__).parents[2]
+LLM_SERVE = Path(sysconfig.get_path("scripts")) / "llm-serve"
 
 
 class Cluster:
@@ -108,6 +112,75 @@ def wait_until(
         if time.monotonic() > deadline:
             pytest.fail(describe())
         time.sleep(0.05)
+
+
+class Server:
+    """A running llm-serve."""
+
+    def __init__(self, port: int, *flags: str, **environment: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [str(LLM_SERVE), "--model", "dummy", "--dtype", "float32", "--port", str(port), *flags],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_ready(self) -> None:
+        def over() -> bool:
+            return any(line.startswith("llm-serve: ready") for line in self.lines) or self.process.poll() is not None
+
+        wait_until(over, 120, lambda: "\n".join(self.lines))
+        assert self.process.poll() is None, "\n".join(self.lines)
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and all that it started."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def end(self) -> None:
+        processes = self.tree() if self.process.poll() is None else []
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(10)
+        psutil.wait_procs(processes, timeout=30)
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str, int]]:
+    """Every TCP port that these processes listen on: (process, address, port)."""
+    found = []
+    for process in processes:
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.append((process, connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+@contextlib.contextmanager
+def llm_serve(*flags: str, **environment: str) -> Iterator[Server]:
+    """`llm-serve` of the dummy model, or with the flags' own, ready for requests."""
+    [port] = free_ports(1)
+    server = Server(port, *flags, **environment)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.end()
 
 
 @pytest.fixture(scope="session")

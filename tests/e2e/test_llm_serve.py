@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
-import sysconfig
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,78 +17,13 @@ import pytest
 
 from app.cli import free_ports
 from app.settings import is_loopback
-from tests.e2e.conftest import ROOT, wait_until
-
-LLM_SERVE = Path(sysconfig.get_path("scripts")) / "llm-serve"
-
-
-class Server:
-    """A running llm-serve."""
-
-    def __init__(self, port: int, *flags: str, **environment: str) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [str(LLM_SERVE), "--model", "dummy", "--dtype", "float32", "--port", str(port), *flags],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    def wait_ready(self) -> None:
-        def over() -> bool:
-            return any(line.startswith("llm-serve: ready") for line in self.lines) or self.process.poll() is not None
-
-        wait_until(over, 120, lambda: "\n".join(self.lines))
-        assert self.process.poll() is None, "\n".join(self.lines)
-
-    def tree(self) -> list[psutil.Process]:
-        """The process and all that it started."""
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
+from tests.e2e.conftest import LLM_SERVE, Server, listening, llm_serve, wait_until
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(*flags: str, **environment: str) -> Server:
-        [port] = free_ports(1)
-        server = Server(port, *flags, **environment)
-        servers.append(server)
-        server.wait_ready()
-        return server
-
-    yield start
-    for server in servers:
-        processes = server.tree() if server.process.poll() is None else []
-        server.end()
-        psutil.wait_procs(processes, timeout=30)
-
-
-def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str, int]]:
-    found = []
-    for process in processes:
-        for connection in process.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                found.append((process, connection.laddr.ip, connection.laddr.port))
-    return found
+def serve() -> Iterator[Callable[..., Server]]:
+    with contextlib.ExitStack() as servers:
+        yield lambda *flags, **environment: servers.enter_context(llm_serve(*flags, **environment))
 
 
 def stream_of(url: str, tokens: int) -> dict[str, Any]:
