@@ -25,7 +25,7 @@ from engine.grammars import GRAMMAR_ERROR
 from engine.kv_cache import KVSlotPool, PrefixIndex
 from engine.models.decoder import DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
-from engine.sampling import Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
+from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
 from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
@@ -446,7 +446,8 @@ class ContinuousBatchingEngine:
         i, j = np.nonzero(new)
         table.tokens[rows[i], lengths[i] + j] = samples[new]
         self.scheduler.commit(plan, live, accepted)
-        stops = (self.sampling.stop_ids.host[rows][:, None] == samples[:, :, None]).any(2) & new
+        stops = (self.sampling.stop_ids.host[rows][:, None] == samples[:, :, None]).any(2) | (samples == INVALID)
+        stops &= new
         stopped = stops.any(1)
         emits = np.where(stopped, stops.argmax(1), counts)
         full = lengths + emits >= table.limit[rows]
@@ -478,6 +479,9 @@ class ContinuousBatchingEngine:
                 self._end(sequence, FinishReason.STOP, known, stop_reason=stop)
             elif stopped[k]:
                 last = int(samples[k, emits[k]])
+                if last == INVALID:
+                    self._end(sequence, FinishReason.ERROR, known, error=_NO_CHOICE)
+                    continue
                 by_id = last if last in sequence.request.stop_token_ids else None
                 self._end(sequence, FinishReason.STOP, known, stop_reason=by_id)
             elif full[k]:
@@ -682,6 +686,7 @@ class ContinuousBatchingEngine:
         return self._runner
 
 
+_NO_CHOICE = "no token can follow: the model's logits are not numbers, or every token is forbidden"
 _NO_TOKENS = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
 
 

@@ -69,7 +69,8 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         masks = fill_masks(plan, table, self.sampler.vocab_size) if plan.masked else None  # while the device works
         sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks)
-        table.device_tokens.index_put_((self._to_device(rows), self._to_device(lengths)), sampled.ids.to(torch.int32))
+        places = self._to_device(rows), self._to_device(lengths)
+        table.device_tokens.index_put_(places, sampled.ids.clamp(min=0).to(torch.int32))
         if self.device.type != "cuda":
             return LaunchedStep(plan, sampled, None, prompt_scores)
         sampled = sampled.to_host()

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
+INVALID = -2  # in the place of a token id: the row's logits are not numbers, or everything is forbidden
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
 _COLDEST = 1e-30  # a lower temperature would overflow; this one is argmax already
 _REACH = 64.0  # noise spans less than 26: what lies further below the best is never drawn
@@ -158,7 +159,9 @@ class SamplingTable:
 
 @dataclass(slots=True)
 class Sampled:
-    """ids: int64 [R]. With log-probabilities wanted by some row, of the unmodified logits: logprob and rank [R] of the
+    """ids: int64 [R], INVALID where no token can be chosen.
+
+    With log-probabilities wanted by some row, of the unmodified logits: logprob and rank [R] of the
     chosen, and the top ids and log-probabilities [R, K]."""
 
     ids: Tensor
@@ -268,7 +271,9 @@ class Sampler:
             ids = scores.max(-1).indices  # several times faster than argmax
             at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
             ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
-        return Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
+        sampled = Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
+        sampled.ids = torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
+        return sampled
 
     def with_logprobs(self, logits: Tensor, ids: Tensor, wanted: int) -> Sampled:
         """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives. Rows that

@@ -529,3 +529,34 @@ def test_finished_requests_leave_the_queue_and_the_deadlines() -> None:
     assert engine.stats().waiting == 0
     gc.collect()
     assert sum(type(thing) is Sequence for thing in gc.get_objects()) < 4
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_a_sequence_without_a_possible_token_fails_alone(depth: int, temperature: float) -> None:
+    """Logits that are not numbers end in an error, and leave neighbours and the next owners of the pages alone."""
+    model = DecoderModel(vocab_size=16, hidden_size=32, num_layers=1, num_heads=2, max_seq_len=64).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    engine = ContinuousBatchingEngine(model, None, depth=depth, max_batch_size=4)
+    prompts = {"good": [1, 2, 3], "nan": [1, 7], "after": [2, 3]}
+    for name, prompt in prompts.items():
+        engine.add_request(
+            GenerationRequest(
+                request_id=name,
+                prompt_ids=prompt,
+                max_new_tokens=8,
+                temperature=temperature,
+                seed=1,
+                logprobs=1,
+                logit_bias={7: -100.0},
+            )
+        )
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    results = {name: engine.result(name) for name in prompts}
+    assert results["nan"].finish_reason is FinishReason.ERROR and "not numbers" in results["nan"].error
+    assert results["nan"].token_ids == []
+    for name in ("good", "after"):
+        assert (len(results[name].token_ids), results[name].finish_reason) == (8, FinishReason.LENGTH)
+    assert engine.stats().held_pages == 0
