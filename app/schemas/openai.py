@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from app.errors import ApiError, error_body
 from app.schemas import Body, Check, GrammarFields, SamplingFields, usage
-from app.tools import Delta, OutputForm, ToolUse
+from app.tools import AnswerStream, OutputForm, ToolUse
 from engine.schemas import GenerationRequest, GenerationResult, TokenLogprobs
 from engine.tokenization import IncrementalDetokenizer, Tokenizer
 
@@ -382,7 +382,7 @@ class ChatRenderer(_Renderer):
     ) -> None:
         super().__init__(body, tokenizer, model, answer_id, created)
         self._form = form
-        self._parsers = [form.parser() for _ in range(body.n)] if form.parses and body.stream else []
+        self._streams = [AnswerStream(form) for _ in range(body.n)] if form.parses and body.stream else []
         self._logprobs = body.logprobs
         self._prompt_logprobs_wanted = body.prompt_logprobs is not None
         # %b of a chunk: the text, then what closes the event.
@@ -394,17 +394,13 @@ class ChatRenderer(_Renderer):
     def body(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = []
         for i, result in enumerate(results):
-            delta, finish_reason = Delta(result.text), str(result.finish_reason)
-            if self._form.parses:
-                parser = self._form.parser()
-                delta = parser.push(result.text) + parser.flush()
-                finish_reason = parser.finish_reason(finish_reason)
+            said = self._form.whole(result.text)
             choices.append(
                 {
                     "index": i,
-                    "message": delta.message(),
+                    "message": said.message(),
                     "logprobs": self._logprobs_of(result.logprobs or []) if self._logprobs else None,
-                    "finish_reason": finish_reason,
+                    "finish_reason": said.finish_reason(result.finish_reason),
                     "stop_reason": result.stop_reason,
                 }
             )
@@ -418,8 +414,8 @@ class ChatRenderer(_Renderer):
         return b"".join(self._event(choice % i) for i in range(self._n))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
-        if self._parsers:
-            delta = self._parsers[index].push(chunk.text).as_dict()
+        if self._streams:
+            delta = self._streams[index].push(chunk.text)
             return self._delta_event(index, delta, chunk.logprobs or []) if delta or chunk.logprobs else b""
         if not self._logprobs:
             return self._before_text[index] + orjson.dumps(chunk.text) + self._after_text if chunk.text else b""
@@ -432,11 +428,11 @@ class ChatRenderer(_Renderer):
         return self._event(orjson.dumps({"index": index, "delta": delta, "logprobs": shown, "finish_reason": None}))
 
     def finish(self, index: int, result: GenerationResult) -> bytes:
-        held, finish_reason = b"", str(result.finish_reason)
-        if self._parsers:
-            parser = self._parsers[index]
-            delta, finish_reason = parser.flush().as_dict(), parser.finish_reason(finish_reason)
+        held, finish_reason = b"", result.finish_reason.value
+        if self._streams:
+            delta, answer = self._streams[index].finish()
             held = self._delta_event(index, delta, []) if delta else b""
+            finish_reason = answer.finish_reason(finish_reason)
         return held + self._event(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}'
             % (index, finish_reason.encode(), orjson.dumps(result.stop_reason))

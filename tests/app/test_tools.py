@@ -10,7 +10,7 @@ import pytest
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
 
-from app.tools import FORMATS, MISTRAL, Delta, OutputParser
+from app.tools import FORMATS, AnswerStream, OutputForm, ToolUse
 from engine.tokenization import SimpleCharacterTokenizer
 from tests.app.edge import ScriptedRouter, http, openai_client
 
@@ -71,14 +71,31 @@ def prompt(made: ScriptedRouter) -> dict[str, Any]:
     return json.loads(made.tokenizer.decode(ids).removesuffix("[TOOL_CALLS]").removesuffix("<think>"))
 
 
-def parse(parser: OutputParser, text: str, seed: int) -> tuple[Delta, list[Delta]]:
-    rng, deltas = random.Random(seed), []
-    while text:
+def form(family: str | None, *, thinks: bool = False, inside: bool = False, forced: bool = False) -> OutputForm:
+    functions = [tool["function"] for tool in TOOLS] if forced else []
+    return OutputForm(FORMATS[family] if family else None, ToolUse(functions, True), thinks, inside)
+
+
+def parse(form: OutputForm, text: str, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message that the deltas add up to, which is that of the whole text, and the pieces of calls."""
+    rng, stream, deltas, rest = random.Random(seed), AnswerStream(form), [], text
+    while rest:
         size = rng.choice((1, 2, 3, 7, 30))
-        deltas.append(parser.push(text[:size]))
-        text = text[size:]
-    deltas.append(parser.flush())
-    return sum(deltas, Delta()), deltas
+        deltas.append(stream.push(rest[:size]))
+        rest = rest[size:]
+    delta, answer = stream.finish()
+    deltas.append(delta)
+    pieces = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    message = answer.message()
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == (message.get(name) or "")
+    for i, call in enumerate(message.get("tool_calls", [])):
+        own = [piece["function"]["arguments"] for piece in pieces if piece["index"] == i]
+        assert "".join(own) == call["function"]["arguments"]
+    whole = form.whole(text).message()
+    assert calls_of(whole) == calls_of(message)
+    assert whole | {"tool_calls": 0} == message | {"tool_calls": 0}
+    return message, pieces
 
 
 def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -89,15 +106,12 @@ def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("family", FORMATS)
 def test_calls_are_found_however_the_text_is_cut(family: str, seed: int) -> None:
-    whole, deltas = parse(
-        OutputParser(FORMATS[family], True, False, False, False), written(family, WEATHER, TIME), seed
-    )
-    assert calls_of(whole.message()) == [WEATHER, TIME]
-    assert whole.message()["content"] is None
-    pieces = [call for delta in deltas for call in delta.calls]
-    assert [call.index for call in pieces] == sorted(call.index for call in pieces)
-    assert all(bool(call.id) == bool(call.name) for call in pieces)
-    assert len({call.id for call in pieces if call.id}) == 2
+    message, pieces = parse(form(family), written(family, WEATHER, TIME), seed)
+    assert calls_of(message) == [WEATHER, TIME]
+    assert message["content"] is None
+    assert [piece["index"] for piece in pieces] == sorted(piece["index"] for piece in pieces)
+    assert all(("id" in piece) == ("name" in piece["function"]) for piece in pieces)
+    assert len({piece["id"] for piece in pieces if "id" in piece}) == 2
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -120,9 +134,9 @@ def test_calls_are_found_however_the_text_is_cut(family: str, seed: int) -> None
 def test_text_that_is_a_call_in_part_or_not_at_all(
     family: str, text: str, content: str, calls: list[Any], seed: int
 ) -> None:
-    whole, _ = parse(OutputParser(FORMATS[family], True, False, False, False), text, seed)
-    assert whole.content == content
-    assert calls_of(whole.message()) == calls
+    message, _ = parse(form(family), text, seed)
+    assert (message["content"] or "") == content
+    assert calls_of(message) == calls
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -137,9 +151,8 @@ def test_text_that_is_a_call_in_part_or_not_at_all(
     ),
 )
 def test_thinking_is_split_off(inside: bool, text: str, reasoning: str, content: str, seed: int) -> None:
-    whole, _ = parse(OutputParser(None, True, True, inside, False), text, seed)
-    assert (whole.reasoning, whole.content) == (reasoning, content)
-    assert whole.message()["content"] == (content or None)
+    message, _ = parse(form(None, thinks=True, inside=inside), text, seed)
+    assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content or None)
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -317,6 +330,5 @@ async def test_a_template_without_a_form_for_calls_refuses_tools() -> None:
 
 
 def test_the_forced_form_of_mistral_is_read_without_its_opener() -> None:
-    parser = OutputParser(MISTRAL, True, False, False, True)
-    whole, _ = parse(parser, json.dumps([TIME, WEATHER]), 0)
-    assert calls_of(whole.message()) == [TIME, WEATHER]
+    message, _ = parse(form("mistral", forced=True), json.dumps([TIME, WEATHER]), 0)
+    assert calls_of(message) == [TIME, WEATHER]
