@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any, Literal
 
+import httpx
 import pytest
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
 
+from app.ingress import build_asgi_app
+from app.replica import EngineReplica, build_engine
+from app.router import Router
+from app.settings import ServingConfig
 from app.tools import FORMATS, AnswerStream, OutputForm, ToolUse
 from engine.tokenization import SimpleCharacterTokenizer
 from tests.app.edge import ScriptedRouter, http, openai_client
+from tests.app.fakes import LocalEngines
 
 TEMPLATES = {
     "hermes": "{{ tools }}<tool_call></tool_call>",
@@ -332,3 +339,41 @@ async def test_a_template_without_a_form_for_calls_refuses_tools() -> None:
 def test_the_forced_form_of_mistral_is_read_without_its_opener() -> None:
     message, _ = parse(form("mistral", forced=True), json.dumps([TIME, WEATHER]), 0)
     assert calls_of(message) == [TIME, WEATHER]
+
+
+async def test_grammars_through_router_replica_and_engine() -> None:
+    config = ServingConfig(model="dummy", num_threads=1)
+    engine, description = build_engine(config)
+    engines = LocalEngines(config)
+    engines.replicas["a"] = EngineReplica(engine, config, description)
+    engines.calls["a"], engines.frozen["a"] = set(), asyncio.Event()
+    engines.frozen["a"].set()
+    made = Router(config, engines, SimpleCharacterTokenizer())
+    transport = httpx.ASGITransport(build_asgi_app(made))
+    try:
+        async with asyncio.timeout(30):
+            while not made.ready:
+                await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+
+            async def ask(**fields: Any) -> tuple[int, Any]:
+                body = {"prompt": "Hi", "max_tokens": 100, "temperature": 1.5, "seed": 1, **fields}
+                reply = await client.post("/v1/completions", json=body)
+                return reply.status_code, reply.json()
+
+            schema = {"type": "object", "properties": {"n": {"enum": [1, 22, "x"]}}, "required": ["n"]}
+            status, answer = await ask(guided_json=schema)
+            assert status == 200 and json.loads(answer["choices"][0]["text"])["n"] in (1, 22, "x")
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            status, answer = await ask(guided_json={"$ref": "#/nowhere"})
+            assert status == 400 and "nowhere" in answer["error"]["message"]
+            status, answer = await ask(guided_regex="(a")
+            assert status == 400 and "not closed" in answer["error"]["message"]
+            status, answer = await ask(guided_choice=["abé"])  # no token for the last letter
+            assert status == 400 and "the grammar" in answer["error"]["message"]
+            status, answer = await ask(guided_regex="[ab]{3}")
+            assert status == 200 and set(answer["choices"][0]["text"]) <= {"a", "b"}
+    finally:
+        await made.close()
+        engines.close()
+        engine.unload_model()

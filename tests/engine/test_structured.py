@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from engine.batch_engine import ContinuousBatchingEngine
-from engine.grammars import GrammarSpec
+from engine.grammars import GRAMMAR_ERROR, GrammarSpec
 from engine.models.decoder import DecoderModel
 from engine.sampling import Vocabulary, unpack_masks
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult
@@ -369,3 +369,22 @@ def test_a_big_but_honest_schema_is_taken(compiler: GrammarCompiler) -> None:
     compiler.compile(
         spec_of({"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}})
     )
+
+
+@pytest.mark.parametrize("temperature", (0, 1))
+def test_a_grammar_that_the_vocabulary_cannot_write_ends_with_an_error(temperature: float) -> None:
+    tokenizer = SimpleCharacterTokenizer("ab")
+    torch.manual_seed(0)
+    model = DecoderModel(vocab_size=tokenizer.vocab_size, hidden_size=16, num_heads=2, num_layers=1)
+    engine = ContinuousBatchingEngine(model, tokenizer, max_seq_len=64)
+    grammar = GrammarSpec(kind="choice", text='["abc"]')
+    bad, free = run(
+        engine,
+        [
+            GenerationRequest(request_id="bad", prompt="a", grammar=grammar, temperature=temperature),
+            GenerationRequest(request_id="free", prompt="a", max_new_tokens=9, ignore_eos=True),
+        ],
+    )
+    assert (bad.finish_reason, bad.text) == (FinishReason.ERROR, "ab")
+    assert bad.error is not None and bad.error.startswith(GRAMMAR_ERROR)
+    assert (free.finish_reason, len(free.token_ids)) == (FinishReason.LENGTH, 9)
