@@ -55,6 +55,9 @@ NATIVE_TOKENS = 50
 BODY_SECONDS = 30.0
 """A body that takes longer to arrive gets 408."""
 
+DRAINED_LIMITS = 4
+"""Up to so many times the limit, a body is read to its end before it gets 413."""
+
 LONG_TEXT = 16_384
 """Characters beyond which tokenizing leaves the event loop for a thread."""
 
@@ -607,9 +610,14 @@ class _CancelledByDisconnect:
 
 
 async def _read_body(call: Call, limit: int) -> bytes:
-    """The request's body; 413 as soon as it is known to be larger than `limit`."""
+    """The request's body; 413 if it is larger than `limit`.
+
+    Up to a few times the limit is read and dropped first: who is still sending when the connection closes may not see
+    the answer.
+    """
+    drained = DRAINED_LIMITS * limit
     for name, value in call.scope["headers"]:
-        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
+        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > drained):
             raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
@@ -617,13 +625,13 @@ async def _read_body(call: Call, limit: int) -> bytes:
         message = await call.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit:
+        size += len(message.get("body", b""))
+        if size <= limit:
+            parts.append(message.get("body", b""))
+        elif size > drained or not message.get("more_body", False):
             raise _too_large(limit)
         if not message.get("more_body", False):
-            return b"".join([*parts, part]) if parts else part
-        parts.append(part)
+            return b"".join(parts)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -142,6 +142,9 @@ def test_bodies_of_5_mb(client: httpx.Client, chunked: bool) -> None:
         parts = (data[i : i + 65536] for i in range(0, len(data), 65536))
         answer = client.post(path, content=parts if chunked else data)
         assert answer.status_code == 413 and "larger than 4194304 bytes" in answer.json()["error"]["message"]
+        parts = (data[i : i + 65536] for i in range(0, len(data), 65536))
+        answer = client.post(path, content=parts if chunked else data, headers={"Authorization": "Bearer wrong"})
+        assert answer.status_code == 403
 
 
 # --- keys
