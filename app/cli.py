@@ -108,7 +108,8 @@ def _check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
+        reason = f"{error.strerror or error} (--port chooses another)"
+        raise ConfigError(f"can't listen on {host} port {port}: {reason}") from None
 
 
 # --- Ray
@@ -174,7 +175,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
-    stop = threading.Event()
+    stop, over = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: types.FrameType | None) -> None:
         if stop.is_set():
@@ -187,6 +188,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
 
     take_signals()
     _say("starting Ray" if address is None else f"joining Ray at {address}")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a deployment that is given up starts a Ray while we end ours
     import ray
     from ray import serve
 
@@ -204,11 +206,17 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 logging_level="warning",
                 _temp_dir=str(folder / "ray"),
             )
+            threading.Thread(target=_end_with_ray, args=(folder, over), daemon=True).start()
         else:
             ray.init(address=address, logging_level="warning")
         take_signals()  # Ray has put its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
+        try:
+            serve.start(http_options={"host": config.host, "port": config.port, "request_timeout_s": None})
+        except Exception:
+            if address is None:
+                _check_port(config.host, config.port)  # taken since we looked
+            raise
         if _deploy(build_app(config), stop):
             _print_config()
             _say(f"ready: {config.model_names()[0]} at http://{_proxy_address()}/v1")
@@ -221,7 +229,19 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
         print(f"llm-serve: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        over.set()
         ray.shutdown()
+
+
+def _end_with_ray(folder: Path, over: threading.Event) -> None:
+    """Ends this process when its Ray is gone before it is `over`: Ray's client would wait a minute, and then abort."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet":
+                child.wait()
+                if not over.is_set():
+                    print("llm-serve: error: Ray has ended", file=sys.stderr, flush=True)
+                    _exit_at_once(folder)
 
 
 def _deploy(app: Any, stop: threading.Event) -> bool:

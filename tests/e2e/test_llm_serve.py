@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -30,8 +32,13 @@ def stream_of(url: str, tokens: int) -> dict[str, Any]:
     return {"prompt": "hello", "max_tokens": tokens, "seed": 1, "ignore_eos": True, "stream": True}
 
 
+def folders_of(processes: list[psutil.Process]) -> list[Path]:
+    """Where a server's Ray keeps its files."""
+    words = [word for process in processes for word in process.cmdline()]
+    return [Path(folder) for folder in set(re.findall(r"/tmp/pilotfish-\w+", " ".join(words)))]
+
+
 def test_start_guard_and_drain(serve: Callable[..., Server], tmp_path: Path) -> None:
-    before = sorted(Path("/tmp").glob("pilotfish-*"))
     server = serve("--max-model-len", "4096", HOME=str(tmp_path))
     configs = [line for line in server.lines if '"event": "server_config"' in line]
     assert len(configs) == 1
@@ -43,6 +50,7 @@ def test_start_guard_and_drain(serve: Callable[..., Server], tmp_path: Path) -> 
 
     # What isn't on loopback is Ray's own gRPC, and refuses whoever has no token.
     processes = server.tree()
+    folders = folders_of(processes)
     open_ports = [(process, port) for process, ip, port in listening(processes) if not is_loopback(ip)]
     for process, port in open_ports:
         with pytest.raises(httpx.HTTPError):
@@ -61,7 +69,7 @@ def test_start_guard_and_drain(serve: Callable[..., Server], tmp_path: Path) -> 
     assert "llm-serve: draining; interrupt again to stop at once" in server.lines
     _, left = psutil.wait_procs(processes, timeout=20)
     assert not left
-    assert sorted(Path("/tmp").glob("pilotfish-*")) == before
+    assert folders and not any(folder.exists() for folder in folders)
 
 
 def _refuses_grpc(port: int) -> bool:
@@ -92,6 +100,34 @@ def test_a_second_signal_ends_at_once(serve: Callable[..., Server]) -> None:
         assert server.process.wait(10) == 130
     _, left = psutil.wait_procs(processes, timeout=30)
     assert not left
+
+
+def test_a_signal_to_all_of_its_processes(serve: Callable[..., Server]) -> None:
+    """As systemd sends it: Ray is gone before it can be asked to drain."""
+    server = serve()
+    processes = server.tree()
+    folders = folders_of(processes)
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(30) == 130
+    wait_until(lambda: "llm-serve: error: Ray has ended" in server.lines)
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left
+    assert folders and not any(folder.exists() for folder in folders)
+
+
+def test_a_signal_during_the_start(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    server = Server(port, RAY_TMPDIR=str(tmp_path))
+    try:
+        wait_until(lambda: any("updating" in line for line in server.lines), 120, lambda: "\n".join(server.lines))
+        processes = server.tree()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 0, "\n".join(server.lines)
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert not left
+    finally:
+        server.end()
+    assert list(tmp_path.iterdir()) == []  # no other Ray was started meanwhile
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
