@@ -23,6 +23,7 @@ INVALID = -2  # in the place of a token id: the row's logits are not numbers, or
 _CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
 _COLDEST = 1e-30  # a lower temperature would overflow; this one is argmax already
 _REACH = 64.0  # noise spans less than 26: what lies further below the best is never drawn
+_BLOCK = 8192  # columns that are worked on at a time
 _GOLDEN64 = -7046029254386353131  # 2**64 / phi, as in splitmix64 (Steele et al. 2014)
 _GOLDEN32 = -1640531535  # 2654435761, the prime next to 2**32 / phi (Knuth)
 _MIX1, _MIX2 = -2048144789, -1028477387  # murmur3's finaliser
@@ -360,19 +361,33 @@ class Sampler:
         table = self.table
         score = scores.gather(1, ids.unsqueeze(1))
         top = scores.max(-1, keepdim=True).values
-        above = scores > score
-        exp = (scores - top).exp_()
-        total = exp.sum(-1)
-        mass_above = exp.mul_(above).sum(-1)
+        total, mass_above, count_above = torch.zeros(3, len(ids), device=scores.device)
+        for start in range(0, scores.shape[1], _BLOCK):
+            block = scores[:, start : start + _BLOCK]
+            above = (block > score).float()
+            exp = (block - top).exp_()
+            total += exp.sum(-1)
+            mass_above += exp.mul_(above).sum(-1)
+            count_above += above.sum(-1)
         top_k, top_p = table.top_k.device[row_ids], table.top_p.device[row_ids]
         # after top_k the mass is less than the total, but at least that of what is seen here
         total = torch.where(top_k > 0, mass_above + (score - top).exp().squeeze(1), total)
-        inside = (top_k == 0) | (above.sum(-1) < top_k)
+        inside = (top_k == 0) | (count_above < top_k)
         inside &= (top_p >= 1) | (mass_above < top_p * total)
         return inside & ((score - top).squeeze(1) >= table.log_min_p.device[row_ids])
 
     def _draw_full(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
-        return gumbel_noise(self.table.seed.device[row_ids], positions, self.token_ids).add_(scores).max(-1).indices
+        """Gumbel-max over all scores [R, V], in blocks of columns that stay in a CPU's cache."""
+        seeds = self.table.seed.device[row_ids]
+        best, ids = [], []
+        for start in range(0, scores.shape[1], _BLOCK):
+            block = slice(start, start + _BLOCK)
+            noisy = gumbel_noise(seeds, positions, self.token_ids[:, block]).add_(scores[:, block])
+            values, places = noisy.max(-1)
+            best.append(values)
+            ids.append(places + start)
+        at = torch.stack(best).max(0).indices
+        return torch.stack(ids).gather(0, at.unsqueeze(0)).squeeze(0)
 
     def _draw_filtered(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
         """Look at the likeliest candidates only; rows whose filters keep more than those are bisected."""
@@ -419,7 +434,9 @@ class Sampler:
         top_k = table.top_k.device[row_ids].unsqueeze(1)
         top_k = torch.where(top_k > 0, top_k, scores.shape[1])
         bottom = top - _REACH
-        cut_k = _largest_cut(bottom, top, lambda cut: (scores >= cut).sum(-1, keepdim=True) >= top_k)
+        cut_k = bottom
+        if (top_k < scores.shape[1]).any():
+            cut_k = _largest_cut(bottom, top, lambda cut: (scores >= cut).sum(-1, keepdim=True) >= top_k)
         exp = (scores - top).exp_().masked_fill_(scores < cut_k, 0)
         wanted = exp.sum(-1, keepdim=True) * table.top_p.device[row_ids].unsqueeze(1)
         cut_p = _largest_cut(bottom, top, lambda cut: (exp * (scores >= cut)).sum(-1, keepdim=True) >= wanted)
@@ -436,7 +453,7 @@ def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
 def _largest_cut(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
     """The largest cut, to fp32's last bits, for which the predicate holds; `low` when there is none."""
     low = torch.where(holds(high), high, low)
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
         ok = holds(middle)
         low, high = torch.where(ok, middle, low), torch.where(ok, high, middle)
