@@ -115,21 +115,6 @@ def test_a_signal_to_all_of_its_processes(serve: Callable[..., Server]) -> None:
     assert folders and not any(folder.exists() for folder in folders)
 
 
-def test_a_signal_during_the_start(tmp_path: Path) -> None:
-    [port] = free_ports(1)
-    server = Server(port, RAY_TMPDIR=str(tmp_path))
-    try:
-        wait_until(lambda: any("updating" in line for line in server.lines), 120, lambda: "\n".join(server.lines))
-        processes = server.tree()
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0, "\n".join(server.lines)
-        _, left = psutil.wait_procs(processes, timeout=30)
-        assert not left
-    finally:
-        server.end()
-    assert list(tmp_path.iterdir()) == []  # no other Ray was started meanwhile
-
-
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     [port] = free_ports(1)
