@@ -256,13 +256,7 @@ class ContinuousBatchingEngine:
         self.scheduler.check_fits(self._new_sequence(request, None))
 
     def _new_sequence(self, request: GenerationRequest, tag: int | None) -> Sequence:
-        prompt_ids = request.prompt_ids
-        if prompt_ids is None:
-            if self.tokenizer is None:
-                raise ValueError("prompt needs a tokenizer: give prompt_ids")
-            prompt_ids = self.tokenizer.encode(request.prompt or "")
-            if not prompt_ids:
-                raise ValueError("prompt has no tokens")
+        prompt_ids = tokenize_prompt(request, self.tokenizer)
         if request.stop and tag is not None:
             raise ValueError("stop strings of a tagged request are its sink's")
         check_request(request, prompt_ids, self.vocabulary, self.max_seq_len)
@@ -688,6 +682,18 @@ class ContinuousBatchingEngine:
 
 _NO_CHOICE = "no token can follow: the model's logits are not numbers, or every token is forbidden"
 _NO_TOKENS = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def tokenize_prompt(request: GenerationRequest, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt's ids, as given or as the tokenizer has them. Raises ValueError when there are none."""
+    if request.prompt_ids is not None:
+        return request.prompt_ids
+    if tokenizer is None:
+        raise ValueError("prompt needs a tokenizer: give prompt_ids")
+    prompt_ids = tokenizer.encode(request.prompt or "")
+    if not prompt_ids:
+        raise ValueError("prompt has no tokens")
+    return prompt_ids
 
 
 def check_request(request: GenerationRequest, prompt_ids: list[int], vocabulary: Vocabulary, max_seq_len: int) -> None:

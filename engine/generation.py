@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from engine.batch_engine import ContinuousBatchingEngine, check_request
+from engine.batch_engine import ContinuousBatchingEngine, check_request, tokenize_prompt
 from engine.models.decoder import DecoderModel, create_decoder_kv_caches
 from engine.models.loader import as_dtype, check_tokenizer, load_generation_defaults, load_model, resolve_model
 from engine.sampling import Sampler, SamplingTable, Vocabulary, draw_seed
@@ -80,13 +80,7 @@ class GenerationBackend(ABC):
         else:
             fields["prompt" if isinstance(prompt, str) else "prompt_ids"] = prompt
             request = GenerationRequest(**(params.model_dump() if params is not None else {}) | fields)
-        ids = request.prompt_ids
-        if ids is None:
-            if self.tokenizer is None:
-                raise ValueError("prompt needs a tokenizer: give prompt_ids")
-            ids = self.tokenizer.encode(request.prompt or "")
-            if not ids:
-                raise ValueError("prompt has no tokens")
+        ids = tokenize_prompt(request, self.tokenizer)
         room = self.max_seq_len - request.max_new_tokens
         if self.truncate == "left" and room > 0:
             ids = ids[-room:]
