@@ -1,10 +1,15 @@
-"""`llm-serve`: checks the options, starts a Ray of its own (or joins one), deploys, waits, drains."""
+"""`llm-serve`: checks the options, starts a Ray of its own (or joins one), deploys, waits, drains.
+
+All that is done in a child process, and the parent answers for its end: interrupted at a bad time, Ray's client aborts
+its process, waits a minute or leaves processes behind.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import logging
 import os
@@ -18,9 +23,10 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +40,8 @@ APP_NAME = "pilotfish"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 1 if the deployment failed, 2 for bad options, 130 after a second signal."""
+    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options, 130 if a signal ended
+    it without a drain: one during the start, a second one, or one that Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
     try:
@@ -51,9 +58,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if address is None:
             os.environ.update(local_environment(folder, os.environ))
-        return _serve(config, address, folder)
+        return _supervise(lambda: _serve(config, address, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the parent
+
+
+def _supervise(serve: Callable[[], int]) -> int:
+    """Exit status of `serve`, run in a child; when this returns, nothing that was started is left."""
+    signals = {signal.SIGINT, signal.SIGTERM}
+    received: list[int] = []
+
+    def on_signal(number: int, frame: types.FrameType | None) -> None:
+        received.append(number)
+        os.kill(child, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until both have their handlers
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # a terminal interrupts the parent alone
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        status = 1
+        try:
+            status = serve()
+        except SystemExit:
+            pass  # Ray's answer to a signal
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    for number in signals:
+        signal.signal(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    ended = 0
+    while ended != child:
+        ended, result = os.waitpid(-1, 0)  # orphans come to us as well
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left)
+    failed = os.waitstatus_to_exitcode(result) != 0
+    return 130 if failed and received else int(failed)
+
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 # --- options
@@ -175,18 +232,19 @@ def free_ports(count: int) -> list[int]:
 
 
 def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
-    stop, over = threading.Event(), threading.Event()
+    stop, ready, over = threading.Event(), threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: types.FrameType | None) -> None:
-        if stop.is_set():
-            _exit_at_once(folder)
+        if address is None and not ready.is_set():
+            os._exit(130)  # without a word to Ray: there is nothing to drain
         stop.set()
 
     def take_signals() -> None:
-        signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGTERM, on_signal)
+        signal.signal(signal.SIGINT, on_signal)
 
     take_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     _say("starting Ray" if address is None else f"joining Ray at {address}")
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a deployment that is given up starts a Ray while we end ours
     import ray
@@ -206,7 +264,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 logging_level="warning",
                 _temp_dir=str(folder / "ray"),
             )
-            threading.Thread(target=_end_with_ray, args=(folder, over), daemon=True).start()
+            threading.Thread(target=_end_with_ray, args=(over,), daemon=True).start()
         else:
             ray.init(address=address, logging_level="warning")
         take_signals()  # Ray has put its own in place
@@ -219,6 +277,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             raise
         if _deploy(build_app(config), stop):
             _print_config()
+            ready.set()
             _say(f"ready: {config.model_names()[0]} at http://{_proxy_address()}/v1")
             while not stop.wait(1.0):
                 pass
@@ -233,7 +292,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
         ray.shutdown()
 
 
-def _end_with_ray(folder: Path, over: threading.Event) -> None:
+def _end_with_ray(over: threading.Event) -> None:
     """Ends this process when its Ray is gone before it is `over`: Ray's client would wait a minute, and then abort."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -241,7 +300,7 @@ def _end_with_ray(folder: Path, over: threading.Event) -> None:
                 child.wait()
                 if not over.is_set():
                     print("llm-serve: error: Ray has ended", file=sys.stderr, flush=True)
-                    _exit_at_once(folder)
+                    os._exit(1)
 
 
 def _deploy(app: Any, stop: threading.Event) -> bool:
@@ -321,15 +380,6 @@ def _last_error(message: str) -> str:
     """Of a message with tracebacks, the words of the last exception."""
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(Error|Exception)\b", message, re.MULTILINE)]
     return message[starts[-1] :].strip() if starts else message.strip()
-
-
-def _exit_at_once(folder: Path) -> NoReturn:
-    """Without a word to Ray, which would take its time. What this process has started ends with it."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(130)
 
 
 def _say(message: str) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,17 +103,54 @@ def test_a_second_signal_ends_at_once(serve: Callable[..., Server]) -> None:
     assert not left
 
 
+def gone(processes: list[psutil.Process], folders: list[Path]) -> bool:
+    _, left = psutil.wait_procs(processes, timeout=30)
+    return not left and bool(folders) and not any(folder.exists() for folder in folders)
+
+
 def test_a_signal_to_all_of_its_processes(serve: Callable[..., Server]) -> None:
     """As systemd sends it: Ray is gone before it can be asked to drain."""
     server = serve()
     processes = server.tree()
     folders = folders_of(processes)
-    os.killpg(server.process.pid, signal.SIGTERM)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
     assert server.process.wait(30) == 130
-    wait_until(lambda: "llm-serve: error: Ray has ended" in server.lines)
-    _, left = psutil.wait_procs(processes, timeout=30)
+    assert gone(processes, folders)
+
+
+def test_ray_dies(serve: Callable[..., Server]) -> None:
+    server = serve()
+    processes = server.tree()
+    folders = folders_of(processes)
+    next(process for process in processes if process.name() == "gcs_server").kill()
+    next(process for process in processes if process.name() == "raylet").kill()
+    assert server.process.wait(30) == 1
+    assert gone(processes, folders)
+
+
+def test_it_is_killed(serve: Callable[..., Server]) -> None:
+    """What it has started drains by itself."""
+    server = serve()
+    processes = server.tree()
+    server.process.kill()
+    _, left = psutil.wait_procs(processes, timeout=60)
     assert not left
-    assert folders and not any(folder.exists() for folder in folders)
+
+
+@pytest.mark.parametrize("line", ["starting Ray", "EngineReplica updating"])
+def test_a_signal_during_the_start(line: str) -> None:
+    [port] = free_ports(1)
+    server = Server(port)
+    wait_until(lambda: any(line in each for each in server.lines))
+    time.sleep(1)
+    processes = server.tree()
+    folders = folders_of(processes) if len(processes) > 2 else [Path("/tmp/pilotfish-none")]
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 130
+    assert gone(processes, folders)
+    assert not any("error" in line.lower() or "Traceback" in line for line in server.lines), server.lines
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
