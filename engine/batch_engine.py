@@ -446,6 +446,7 @@ class ContinuousBatchingEngine:
         emits = np.where(stopped, stops.argmax(1), counts)
         full = lengths + emits >= table.limit[rows]
         table.known[rows] = lengths + emits
+        table.first_token[rows[table.first_token[rows] == 0]] = time.monotonic()
         for k in np.flatnonzero(table.has_grammar[rows]).tolist():
             if not self._advance_grammar(int(rows[k]), samples[k, : counts[k]].tolist()):
                 emits[k] = 0
@@ -576,6 +577,8 @@ class ContinuousBatchingEngine:
             except ValueError as failure:
                 reason, error = FinishReason.ERROR, str(failure)
         logprobs = sequence.logprobs[: len(token_ids)] if request.logprobs is not None else None
+        now = time.monotonic()
+        admitted, first_token = sequence.admitted or now, sequence.first_token
         result = GenerationResult(
             request_id=request.request_id,
             text=text,
@@ -586,7 +589,9 @@ class ContinuousBatchingEngine:
             stop_reason=stop_reason,
             error=error,
             attempt=request.attempt,
-            queue_seconds=(sequence.admitted or time.monotonic()) - sequence.arrival,
+            queue_seconds=admitted - sequence.arrival,
+            prefill_seconds=first_token - admitted if first_token else None,
+            decode_seconds=now - first_token if first_token else None,
             logprobs=logprobs,
             prompt_logprobs=sequence.prompt_logprobs if request.prompt_logprobs is not None else None,
         )

@@ -127,6 +127,8 @@ class GenerationResult:
     error: str | None = None
     attempt: int = 0
     queue_seconds: float = 0.0
+    prefill_seconds: float | None = None  # from its first step to its first token; None without one
+    decode_seconds: float | None = None  # from there to its end
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 

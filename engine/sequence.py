@@ -43,6 +43,7 @@ class Sequence:
     row: int = -1
     cached_tokens: int = 0
     admitted: float = 0.0  # when it first got a row
+    first_token: float = 0.0  # when its first token was there, as of the last time it was not running
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # nothing precedes the first
 
@@ -74,6 +75,7 @@ class SequenceTable:
         self.num_pages = np.zeros(rows, dtype=np.int64)  # entries of the page table, those that left included
         self.first_page = np.zeros(rows, dtype=np.int64)  # entries before it have left the window
         self.page_table = np.full((rows, max_pages), -1, dtype=np.int32)
+        self.first_token = np.zeros(rows)  # when it was there; 0: not yet
         self.fresh = np.zeros(rows, dtype=bool)  # its sampling parameters are still to be set
         self.has_reader = np.zeros(rows, dtype=bool)
         self.has_grammar = np.zeros(rows, dtype=bool)
@@ -91,6 +93,7 @@ class SequenceTable:
         self.length[row] = self.known[row] = count
         self.computed[row] = self.committed[row] = self.published[row] = 0
         self.num_pages[row] = self.first_page[row] = 0
+        self.first_token[row] = sequence.first_token
         self.has_reader[row] = sequence.reader is not None
         self.has_grammar[row] = sequence.grammar is not None
         self.fresh[row] = True
@@ -102,6 +105,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         assert sequence is not None
         sequence.row = -1
+        sequence.first_token = float(self.first_token[row])
         self.sequences[row] = None
         self.uid[row] = self.tag[row] = -1
         self.page_table[row, : self.num_pages[row]] = -1
