@@ -103,8 +103,13 @@ class Metrics:
         self._running = self._gauge("llm_requests_running", "sequences that hold KV pages")
         self._waiting = self._gauge("llm_requests_waiting", "sequences in the engine's queue")
         self._kv_use = self._gauge("llm_kv_cache_usage_ratio", "KV pages held by running sequences, of all")
-        self._queue_wait = self._histogram(
-            "llm_queue_wait_seconds", "from a sequence's arrival at the engine to its first step", _REQUEST_SECONDS
+        self._phases = tuple(
+            self._histogram(f"llm_{name}_seconds", f"from a sequence's {phase}", _REQUEST_SECONDS)
+            for name, phase in (
+                ("queue_wait", "arrival at the engine to its first step"),
+                ("prefill", "first step to its first token"),
+                ("decode", "first token to its end"),
+            )
         )
         self._engine_counts = {
             name: self._counter(f"llm_engine_{name}", help)
@@ -183,8 +188,11 @@ class Metrics:
         prompts, hits = prompt_tokens - prompt_before, cached_tokens - cached_before
         self._hit_ratio.set(min(1.0, hits / prompts) if prompts else 0.0)
 
-    def queue_wait(self, seconds: float) -> None:
-        self._queue_wait.observe(_seconds(seconds))
+    def sequence_ended(self, queue_wait: float, prefill: float | None, decode: float | None) -> None:
+        """Seconds that a sequence spent in each phase; None for those that it didn't come to."""
+        for histogram, seconds in zip(self._phases, (queue_wait, prefill, decode), strict=True):
+            if seconds is not None:
+                histogram.observe(_seconds(seconds))
 
     # --- out
 

@@ -151,7 +151,7 @@ class EngineReplica:
                 if (pump := self._pumps.get(key)) is not None:
                     pump.put(part)
             for tag, result in step.finished:
-                self.metrics.queue_wait(result.queue_seconds)
+                self.metrics.sequence_ended(result.queue_seconds, result.prefill_seconds, result.decode_seconds)
                 call = self._calls.get(tag)
                 if call is not None and not call.done():
                     call.set_result(result)

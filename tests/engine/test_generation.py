@@ -148,7 +148,8 @@ def test_eager_and_batched_sample_the_same(case: str, model: DecoderModel, token
 def same_except_numerics(a: Any, b: Any) -> None:
     a, b = copy.copy(a), copy.copy(b)
     a.cached_tokens = b.cached_tokens = 0
-    a.queue_seconds = b.queue_seconds = 0
+    for each in (a, b):
+        each.queue_seconds, each.prefill_seconds, each.decode_seconds = 0, None, None
     for one, other in zip(a.logprobs or [], b.logprobs or [], strict=True):
         assert (one.token_id, one.rank) == (other.token_id, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
