@@ -46,6 +46,7 @@ class ServingConfig(BaseSettings):
     max_batch_size: int = Field(16, ge=1, le=4096, description="sequences in a step")
     max_batched_tokens: int = Field(2048, ge=1, description="tokens in a step: decodes and prompt chunks together")
     max_queued_requests: int = Field(256, ge=0, description="requests waiting at a replica before 429")
+    max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting at a replica before 429")
     request_timeout: float = Field(600.0, gt=0, description="seconds from arrival to 504")
     use_paged_attention: bool = Field(True, description="off: one page of max_model_len a sequence")
     page_size: int | None = Field(None, ge=1, description="tokens in a KV page; default: the attention backend's")

@@ -21,8 +21,9 @@ import numpy as np
 import psutil
 import torch
 
+from engine.digests import extend_digests, root_digest
 from engine.grammars import GRAMMAR_ERROR
-from engine.kv_cache import KVSlotPool, PrefixIndex
+from engine.kv_cache import KVSlotPool
 from engine.models.decoder import DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
@@ -110,6 +111,7 @@ class ContinuousBatchingEngine:
         depth: int = 1,
         enable_prefix_cache: bool = True,
         max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
         aging_seconds: float = 30.0,
         memory_fraction: float = 0.9,
         max_results: int = 65536,
@@ -160,6 +162,7 @@ class ContinuousBatchingEngine:
             self.pool,
             max_batched_tokens=max_batched_tokens,
             max_queued=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
             aging_seconds=aging_seconds,
         )
         self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
@@ -219,6 +222,7 @@ class ContinuousBatchingEngine:
             depth=config.depth,
             enable_prefix_cache=config.enable_prefix_cache,
             max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
             speculation=config.speculation,
             draft_model=draft_model,
             gamma=config.gamma,
@@ -243,7 +247,7 @@ class ContinuousBatchingEngine:
         self.scheduler.check_fits(sequence)
         with self._lock:
             self._runner_or_raise()
-            self.scheduler.check_queue()
+            self.scheduler.check_queue(len(sequence.tokens))
             self._register(sequence)
             self.scheduler.add(sequence)
             if sequence.deadline < np.inf:
@@ -267,9 +271,9 @@ class ContinuousBatchingEngine:
         if request.stop and self.tokenizer is not None:
             reader = TextStream(self.tokenizer, prompt_ids, request, request.output_ids)
         tokens = np.array([*prompt_ids, *request.output_ids], dtype=np.int32)
-        digests = [PrefixIndex.root(request.cache_salt, request.adapter)]
+        digests = [root_digest(request.cache_salt, request.adapter)]
         if self.pool.index is not None:
-            self.pool.index.extend(digests, tokens)
+            extend_digests(digests, tokens, self.pool.page_size)
         now = time.monotonic()
         return Sequence(
             uid=-1,
@@ -393,6 +397,9 @@ class ContinuousBatchingEngine:
             if self._ended:
                 output = output or StepTokens(*_NO_TOKENS)
                 output.finished, self._ended = self._ended, []
+            if self.pool.index is not None and self.pool.index.changes:
+                output = output or StepTokens(*_NO_TOKENS)
+                output.cached, self.pool.index.changes = self.pool.index.changes, {}
             tokens = 0
             if plan is not None:
                 self._counters.steps += 1
@@ -624,8 +631,15 @@ class ContinuousBatchingEngine:
         self._observer = observer
 
     def set_token_sink(self, sink: Callable[[StepTokens], None] | None) -> None:
-        """Takes tokens and ends of tagged requests, once a step that has any, in the order of the steps."""
+        """Takes tokens and ends of tagged requests and changes of the prefix cache, once a step that has any, in the order
+        of the steps."""
         self._sink = sink
+        if self.pool.index is not None:
+            self.pool.index.record()
+
+    def backlog(self) -> tuple[int, int]:
+        """Tokens of waiting requests, and pages that no sequence holds. Takes no lock."""
+        return self.scheduler.waiting_tokens, self.pool.available
 
     def _observe(self, stats: StepStats) -> None:
         if self._observer is None:

@@ -6,7 +6,6 @@ one it is paged attention (Kwon et al. 2023); nothing else differs.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -152,7 +151,8 @@ class PrefixIndex:
     """Which page holds which run of tokens.
 
     A full page is found by the digest of all tokens up to its end, chained page by page. Pages with the same digest
-    before them are siblings; the one with the longest common start serves a hit that ends inside a page.
+    before them are siblings; the one with the longest common start serves a hit that ends inside a page. `changes`, once
+    `record` was called, tells which digests came (True) or went since somebody emptied it.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -160,6 +160,7 @@ class PrefixIndex:
         self._by_digest: dict[bytes, int] = {}
         self._siblings: dict[bytes, dict[int, None]] = {}
         self._entries: dict[int, _Entry] = {}
+        self.changes: dict[bytes, bool] | None = None
 
     def __contains__(self, page: int) -> bool:
         return page in self._entries
@@ -167,17 +168,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @staticmethod
-    def root(cache_salt: str | None, adapter: str | None) -> bytes:
-        """Digest of no tokens: prompts share pages only under the same salt and adapter."""
-        return hashlib.blake2b(repr((cache_salt, adapter)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-    def extend(self, digests: list[bytes], tokens: np.ndarray) -> None:
-        """Add to a chain of digests, root first, those of further full pages of int32 `tokens`."""
-        size = self.page_size
-        for start in range((len(digests) - 1) * size, len(tokens) - size + 1, size):
-            data = digests[-1] + tokens[start : start + size].tobytes()
-            digests.append(hashlib.blake2b(data, digest_size=16).digest())
+    def record(self) -> None:
+        """Keep `changes` from now on, beginning with all there is."""
+        self.changes = dict.fromkeys(self._by_digest, True)
 
     def page_of(self, digest: bytes) -> int | None:
         return self._by_digest.get(digest)
@@ -219,6 +212,8 @@ class PrefixIndex:
         self._siblings.setdefault(parent, {})[page] = None
         if digest is not None:
             self._by_digest[digest] = page
+            if self.changes is not None:
+                self.changes[digest] = True
         return page
 
     def discard(self, page: int) -> None:
@@ -231,6 +226,8 @@ class PrefixIndex:
             del self._siblings[entry.parent]
         if entry.digest is not None:
             del self._by_digest[entry.digest]
+            if self.changes is not None:
+                self.changes[entry.digest] = False
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

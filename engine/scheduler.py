@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.digests import extend_digests
 from engine.kv_cache import KVSlotPool
 from engine.schemas import QueueFull
 from engine.sequence import Sequence, SequenceTable, Status
@@ -50,13 +51,16 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         max_queued: int | None = None,
+        max_queued_tokens: int | None = None,
         aging_seconds: float = 30.0,
     ) -> None:
         self.table, self.pool = table, pool
         self.max_batched_tokens = max_batched_tokens
         self.max_queued = max_queued
+        self.max_queued_tokens = max_queued_tokens
         self.aging_seconds = aging_seconds
         self.num_waiting = 0
+        self.waiting_tokens = 0
         self.preemptions = 0
         self.cached_tokens = 0  # of prompts, found in the prefix index
         self._commit_first = False  # a sequence with a grammar could be admitted but for the step in flight
@@ -89,21 +93,29 @@ class Scheduler:
                 f"{self.pool.page_size}, the pool has {self.pool.num_pages}"
             )
 
-    def check_queue(self) -> None:
+    def check_queue(self, tokens: int) -> None:
+        """Raise QueueFull unless a sequence of so many tokens may wait. An empty queue takes one of any length."""
         if self.max_queued is not None and self.num_waiting >= self.max_queued:
             raise QueueFull(f"{self.num_waiting} requests are waiting, the bound is {self.max_queued}")
+        if self.num_waiting and self.max_queued_tokens is not None:
+            if self.waiting_tokens + tokens > self.max_queued_tokens:
+                raise QueueFull(f"{self.waiting_tokens} tokens are waiting, the bound is {self.max_queued_tokens}")
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         heapq.heappush(self._waiting, sequence)
-        self.num_waiting += 1
+        self._count_waiting(sequence, 1)
+
+    def _count_waiting(self, sequence: Sequence, change: int) -> None:
+        self.num_waiting += change
+        self.waiting_tokens += change * len(sequence.tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give its row and pages back."""
         if sequence.status is Status.RUNNING:
             self._retire(sequence)
         elif sequence.status is Status.WAITING:
-            self.num_waiting -= 1
+            self._count_waiting(sequence, -1)
         sequence.status = Status.FINISHED
         if len(self._waiting) > 2 * self.num_waiting:
             self._waiting = [sequence for sequence in self._waiting if sequence.status is Status.WAITING]
@@ -292,7 +304,7 @@ class Scheduler:
         row = self._free_rows.pop()
         table.place(sequence, row)
         sequence.status = Status.RUNNING
-        self.num_waiting -= 1
+        self._count_waiting(sequence, -1)
         table.page_table[row, : len(pages)] = pages
         table.num_pages[row] = table.published[row] = len(pages)
         table.first_page[row] = len(pages) - len(held)
@@ -353,7 +365,7 @@ class Scheduler:
             return
         tokens = table.tokens[row, :committed]
         digests = sequence.digests
-        pool.index.extend(digests, tokens)
+        extend_digests(digests, tokens, size)
         full = committed // size
         for i in range(int(table.published[row]), full):
             run = tokens[i * size : (i + 1) * size]

@@ -139,7 +139,8 @@ class StepTokens:
 
     tags: int64 [n], the tag given with each request; counts: int32 [n], new tokens of each;
     tokens: int32 [sum(counts)], in the order of tags. A sequence whose last token was an EOS appears in
-    `finished` only. A sequence's tokens come before or together with its end, never after.
+    `finished` only. A sequence's tokens come before or together with its end, never after. cached: full pages, by digest,
+    that came into the prefix cache (True) or left it.
     """
 
     tags: np.ndarray
@@ -147,6 +148,7 @@ class StepTokens:
     tokens: np.ndarray
     finished: list[tuple[int, GenerationResult]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    cached: dict[bytes, bool] = field(default_factory=dict)
 
 
 class QueueFull(Exception):
