@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the servers that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on the CPU; read when they are defined
 
 import pytest
 import torch

@@ -29,6 +29,9 @@ class PackedBatch:
     slot_mapping: Tensor | None = None  # int64 [T], page * page_size + offset, where the run's keys go
     page_size: int = 0
     attn_mask: Tensor | None = None  # [B or 1, heads or 1, S, S]
+    # int32 [P, T], on the device, for backends that take it: every token is a run of its own, with these pages. The
+    # host knows no lengths then, as in a CUDA graph
+    token_pages: Tensor | None = None
 
     @classmethod
     def uncached(cls, batch: int, length: int, device: torch.device, attn_mask: Tensor | None = None) -> PackedBatch:
@@ -63,6 +66,7 @@ class AttentionBackend(ABC):
     """
 
     default_page_size = 16
+    takes_token_pages = False
 
     def check(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Raise ValueError when this backend can't serve such a model."""
@@ -74,6 +78,21 @@ class AttentionBackend(ABC):
         """Write a run's keys and values [T, kv_heads, head_dim] in place into the pages of one layer."""
         write_kv(k_pages, v_pages, k, v, slot_mapping)
 
+    def append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pages: tuple[Tensor, Tensor],
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Rotate a run's queries and keys by `RotaryEmbedding.rows`, write its keys and values into the layer's pages,
+        and return the queries [T, heads, head_dim]."""
+        self.write(*pages, rotate(k, cos, sin), v, slot_mapping)
+        return rotate(q, cos, sin)
+
     @abstractmethod
     def plan(self, batch: PackedBatch, window: int | None) -> Any: ...
 
@@ -81,6 +100,12 @@ class AttentionBackend(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """q: [T, heads, head_dim]. k, v: the layer's pages [pages, page_size, kv_heads, head_dim], or, uncached, the
         run's own [T, kv_heads, head_dim]. Returns [T, heads, head_dim]."""
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`, in the rotate-half form."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -127,5 +152,14 @@ def _flash() -> AttentionBackend:
     return FlashAttention()
 
 
+def _triton() -> AttentionBackend:
+    try:
+        from engine.attention.paged_triton import TritonAttention
+    except ImportError as error:
+        raise ImportError("attn_impl 'triton' needs the package triton; attn_impl 'mha' needs nothing") from error
+    return TritonAttention()
+
+
 ATTENTION.register("mha", _sdpa)
+ATTENTION.register("triton", _triton)
 ATTENTION.register("flash_attn", _flash)
