@@ -9,7 +9,7 @@ Every method works on all rows at once; the number of operators doesn't depend o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
 INVALID = -2  # in the place of a token id: the row's logits are not numbers, or everything is forbidden
-_CANDIDATES = 512  # a filter that keeps more than this is found by bisection instead
 _COLDEST = 1e-30  # a lower temperature would overflow; this one is argmax already
 _REACH = 64.0  # noise spans less than 26: what lies further below the best is never drawn
 _BLOCK = 8192  # columns that are worked on at a time
@@ -41,13 +40,15 @@ def noise_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def noise_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
     """31 random bits, int32 >= 0, for each key [R, 1] and token id ([1, V] or [R, V] int32): murmur3's finaliser over
     the id, keyed before and in the middle. Integer arithmetic modulo 2**32, the same on every device."""
-    x = (token_ids * _GOLDEN32) ^ keys[0]
-    x ^= (x >> 16) & 0xFFFF
+    first = token_ids * _GOLDEN32
+    # the first shift goes over exclusive or: its two sides are smaller than what they make
+    x = first.bitwise_xor_(_shift32(first, 16)) ^ (keys[0] ^ _shift32(keys[0], 16))
+    scratch = torch.empty_like(x)
     x *= _MIX1
-    x ^= (x >> 13) & 0x7FFFF
+    x ^= _shift32(x, 13, scratch)
     x += keys[1]
     x *= _MIX2
-    x ^= (x >> 16) & 0xFFFF
+    x ^= _shift32(x, 16, scratch)
     x &= 0x7FFFFFFF
     return x
 
@@ -56,8 +57,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise, fp32 [R, V], for rows with int64 seeds and positions [R] and ids [1 or R, V]."""
     k0, k1 = noise_keys(seeds, positions)
     uniform = noise_bits((k0.unsqueeze(1), k1.unsqueeze(1)), token_ids).to(torch.float32)
-    uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    uniform.add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
+    return uniform.log1p_().neg_().log_().neg_()
+
+
+def _shift32(x: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _shift64(x: Tensor, bits: int) -> Tensor:
@@ -264,17 +269,34 @@ class Sampler:
             scores[at] = scores[at].masked_fill_(~allowed, float("-inf"))
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
         greedy = table.greedy[rows]
-        if greedy.all():
-            ids = scores.max(-1).indices  # several times faster than argmax
-        elif not greedy.any():
+        if not greedy.any():
             ids = self._draw(scores, rows, row_ids, positions)
         else:
             ids = scores.max(-1).indices  # several times faster than argmax
-            at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
-            ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
+            if not greedy.all():
+                at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
+                ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
         sampled = Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
         sampled.ids = torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
         return sampled
+
+    def probabilities(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
+        """The distributions [R, vocab_size] that ids are drawn from; arguments as in a call. All 0 where no token can
+        be chosen."""
+        table = self.table
+        row_ids, positions = torch.from_numpy(rows).to(logits.device), torch.from_numpy(lengths).to(logits.device)
+        scores = logits[:, : self.vocab_size].to(torch.float32, copy=True)
+        self._modify(scores, rows, lengths, row_ids, positions, tokens)
+        scores /= table.temperature.device[row_ids].unsqueeze(1)
+        filtered = np.flatnonzero(table.filtered[rows] & ~table.greedy[rows])
+        if len(filtered):
+            at = torch.from_numpy(filtered).to(scores.device)
+            kept = scores[at]
+            scores[at] = kept.masked_fill_(kept < self._cutoff(kept, row_ids[at]), float("-inf"))
+        best = scores.max(-1, keepdim=True)
+        greedy = torch.from_numpy(table.greedy[rows]).to(scores.device).unsqueeze(1)
+        scores.masked_fill_(greedy & (self.token_ids != best.indices), float("-inf"))
+        return scores.sub_(best.values).softmax(-1).nan_to_num_(0)
 
     def with_logprobs(self, logits: Tensor, ids: Tensor, wanted: int) -> Sampled:
         """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives. Rows that
@@ -341,107 +363,72 @@ class Sampler:
         scores[at[match], last[match]] = float("-inf")
 
     def _draw(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
-        """Gumbel-max over the filtered, tempered scores [R, V]."""
+        """Gumbel-max over the filtered, tempered scores [R, V], which are overwritten."""
         table = self.table
-        scores = scores / table.temperature.device[row_ids].unsqueeze(1)
-        ids = self._draw_full(scores, row_ids, positions)
-        filtered = table.filtered[rows]
-        if not filtered.any():
-            return ids
-        # the winner among all is the winner among the kept if it is kept itself, which is cheaper to see than what is
-        at = torch.from_numpy(np.flatnonzero(filtered)).to(scores.device)
-        kept = self._keeps(scores[at], ids[at], row_ids[at])
-        if not kept.all():
-            at = at[~kept]
-            ids[at] = self._draw_filtered(scores[at], row_ids[at], positions[at])
+        scores /= table.temperature.device[row_ids].unsqueeze(1)
+        ids = self._gumbel_max(scores, row_ids, positions)
+        if (filtered := table.filtered[rows]).any():
+            # the winner of all is the winner of the kept if it is kept itself, which is cheaper to see than what is
+            at = torch.from_numpy(np.flatnonzero(filtered)).to(scores.device)
+            at = at[~self._keeps(scores, ids, row_ids, at)]
+            if len(at):
+                kept = scores[at]
+                kept.masked_fill_(kept < self._cutoff(kept, row_ids[at]), float("-inf"))
+                ids[at] = self._gumbel_max(kept, row_ids[at], positions[at])
         return ids
 
-    def _keeps(self, scores: Tensor, ids: Tensor, row_ids: Tensor) -> Tensor:
-        """Whether the filters surely keep each row's id [R]."""
-        table = self.table
-        score = scores.gather(1, ids.unsqueeze(1))
-        top = scores.max(-1, keepdim=True).values
-        total, mass_above, count_above = torch.zeros(3, len(ids), device=scores.device)
-        for start in range(0, scores.shape[1], _BLOCK):
-            block = scores[:, start : start + _BLOCK]
-            above = (block > score).float()
-            exp = (block - top).exp_()
-            total += exp.sum(-1)
-            mass_above += exp.mul_(above).sum(-1)
-            count_above += above.sum(-1)
-        top_k, top_p = table.top_k.device[row_ids], table.top_p.device[row_ids]
-        # after top_k the mass is less than the total, but at least that of what is seen here
-        total = torch.where(top_k > 0, mass_above + (score - top).exp().squeeze(1), total)
-        inside = (top_k == 0) | (count_above < top_k)
-        inside &= (top_p >= 1) | (mass_above < top_p * total)
-        return inside & ((score - top).squeeze(1) >= table.log_min_p.device[row_ids])
-
-    def _draw_full(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
-        """Gumbel-max over all scores [R, V], in blocks of columns that stay in a CPU's cache."""
+    def _gumbel_max(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
         seeds = self.table.seed.device[row_ids]
         best, ids = [], []
-        for start in range(0, scores.shape[1], _BLOCK):
-            block = slice(start, start + _BLOCK)
-            noisy = gumbel_noise(seeds, positions, self.token_ids[:, block]).add_(scores[:, block])
-            values, places = noisy.max(-1)
+        for start, block in _blocks(scores, _BLOCK * max(1, 16 // len(scores))):
+            noise = gumbel_noise(seeds, positions, self.token_ids[:, start : start + block.shape[1]])
+            values, places = noise.add_(block).max(-1)
             best.append(values)
             ids.append(places + start)
         at = torch.stack(best).max(0).indices
         return torch.stack(ids).gather(0, at.unsqueeze(0)).squeeze(0)
 
-    def _draw_filtered(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
-        """Look at the likeliest candidates only; rows whose filters keep more than those are bisected."""
-        count = min(_CANDIDATES, scores.shape[1])
-        values, ids = scores.topk(count, dim=-1)
-        cutoff, whole = self._cutoff(scores, values, row_ids)
-        noise = gumbel_noise(self.table.seed.device[row_ids], positions, ids.to(torch.int32))
-        best = noise.add_(values).masked_fill_(values < cutoff, float("-inf")).argmax(-1, keepdim=True)
-        chosen = ids.gather(1, best).squeeze(1)
-        if count < scores.shape[1] and not whole.all():
-            at = (~whole).nonzero().squeeze(1)
-            rest = scores[at]
-            cutoff = self._bisect(rest, row_ids[at])
-            rest = rest.masked_fill_(rest < cutoff, float("-inf"))
-            chosen[at] = self._draw_full(rest, row_ids[at], positions[at])
-        return chosen
-
-    def _cutoff(self, scores: Tensor, values: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest score [R, 1] that the filters keep, and whether the candidates hold all that they keep [R].
-        Candidates of equal score are kept or dropped together."""
+    def _keeps(self, scores: Tensor, ids: Tensor, row_ids: Tensor, at: Tensor) -> Tensor:
+        """Whether the filters surely keep the ids of rows `at`."""
         table = self.table
-        count = values.shape[1]
-        top_k = table.top_k.device[row_ids].unsqueeze(1)
-        narrow = (top_k > 0) & (top_k <= count)
-        kth = values.gather(1, torch.where(narrow, top_k, count) - 1)
-        inside = ~narrow | (values >= kth)
-        exp = (values - values[:, :1]).exp()
-        total = (scores - values[:, :1]).exp_().sum(-1, keepdim=True)
-        total = torch.where(narrow, (exp * inside).sum(-1, keepdim=True), total)
-        mass_before = exp.cumsum(-1).sub_(exp)
-        top_p = table.top_p.device[row_ids].unsqueeze(1)
-        inside &= (mass_before < top_p * total) | (top_p == 1)
-        inside &= values >= values[:, :1] + table.log_min_p.device[row_ids].unsqueeze(1)
-        last = inside.sum(-1, keepdim=True).clamp_(min=1) - 1
-        cutoff = values.gather(1, last)
-        # a top_k past the candidates leaves a mass that they can't tell
-        known = narrow | (top_k == 0) | (top_k >= scores.shape[1]) | (top_p == 1)
-        return cutoff, (known & (values[:, -1:] < cutoff)).squeeze(1)
+        top = scores.amax(-1, keepdim=True)[at]
+        score = scores[at, ids[at]].unsqueeze(1)
+        total, mass_above, count_above = torch.zeros(3, len(at), device=scores.device)
+        for _, block in _blocks(scores):
+            block = block.index_select(0, at)
+            above = torch.gt(block, score, out=torch.empty_like(block))  # as floats: several times faster
+            exp = block.sub_(top).exp_()
+            total += exp.sum(-1)
+            mass_above += exp.mul_(above).sum(-1)
+            count_above += above.sum(-1)
+        top_k, top_p = table.top_k.device[row_ids[at]], table.top_p.device[row_ids[at]]
+        # after top_k the mass is less than the total, but at least that of what is seen here
+        total = torch.where(top_k > 0, mass_above + (score - top).exp().squeeze(1), total)
+        inside = (top_k == 0) | (count_above < top_k)
+        inside &= (top_p >= 1) | (mass_above < top_p * total)
+        return inside & ((score - top).squeeze(1) >= table.log_min_p.device[row_ids[at]])
 
-    def _bisect(self, scores: Tensor, row_ids: Tensor) -> Tensor:
-        """As `_cutoff`, without sorting: halve the range of scores until the kept mass and count are met."""
+    def _cutoff(self, scores: Tensor, row_ids: Tensor) -> Tensor:
+        """The smallest score [R, 1] that the filters keep; equal ones are kept or dropped together."""
         table = self.table
-        top = scores.max(-1, keepdim=True).values
-        top_k = table.top_k.device[row_ids].unsqueeze(1)
-        top_k = torch.where(top_k > 0, top_k, scores.shape[1])
-        bottom = top - _REACH
-        cut_k = bottom
-        if (top_k < scores.shape[1]).any():
-            cut_k = _largest_cut(bottom, top, lambda cut: (scores >= cut).sum(-1, keepdim=True) >= top_k)
-        exp = (scores - top).exp_().masked_fill_(scores < cut_k, 0)
-        wanted = exp.sum(-1, keepdim=True) * table.top_p.device[row_ids].unsqueeze(1)
-        cut_p = _largest_cut(bottom, top, lambda cut: (exp * (scores >= cut)).sum(-1, keepdim=True) >= wanted)
-        cut_p = torch.where(table.top_p.device[row_ids].unsqueeze(1) < 1, cut_p, bottom)
-        return torch.maximum(torch.maximum(cut_k, cut_p), top + table.log_min_p.device[row_ids].unsqueeze(1))
+        top = scores.amax(-1, keepdim=True)
+        floor = top + table.log_min_p.device[row_ids].unsqueeze(1)
+        exp = (scores - top).exp_()
+        top_k, top_p = table.top_k.device[row_ids].unsqueeze(1), table.top_p.device[row_ids].unsqueeze(1)
+        kth = torch.full_like(top, float("-inf"))
+        if (most := min(int(top_k.max()), scores.shape[1])) > 0:
+            values = scores.topk(most, dim=-1).values
+            kth = torch.where(top_k > 0, values.gather(1, top_k.clamp(1, most) - 1), kth)
+            exp.masked_fill_(scores < kth, 0)
+        wanted = exp.sum(-1, keepdim=True) * top_p
+        if (top_k > 0).all():  # what is not among these is not kept
+            scores, exp = values, (values - top).exp_().masked_fill_(values < kth, 0)
+        low, high, above = top - _REACH, top, torch.empty_like(scores)
+        for _ in range(32 if (top_p < 1).any() else 0):  # halve the range, to fp32's last bits
+            middle = (low + high) / 2
+            enough = torch.ge(scores, middle, out=above).mul_(exp).sum(-1, keepdim=True) >= wanted
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        return torch.where(top_p < 1, low, kth).maximum(kth).maximum(floor)
 
 
 def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
@@ -450,14 +437,10 @@ def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
     return (bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
-def _largest_cut(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest cut, to fp32's last bits, for which the predicate holds; `low` when there is none."""
-    low = torch.where(holds(high), high, low)
-    for _ in range(32):
-        middle = (low + high) / 2
-        ok = holds(middle)
-        low, high = torch.where(ok, middle, low), torch.where(ok, high, middle)
-    return low
+def _blocks(scores: Tensor, width: int = _BLOCK) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of columns that stay in a CPU's cache, with the number of their first column."""
+    width = width if scores.device.type == "cpu" else scores.shape[1]
+    return ((start, scores[:, start : start + width]) for start in range(0, scores.shape[1], width))
 
 
 def _forbid(scores: Tensor, ids: Tensor, where: Tensor) -> None:
