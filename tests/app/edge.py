@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,6 +41,7 @@ class ScriptedGeneration:
         self.ids = router.tokenizer.encode(output)
         self.closed = False
         self.ended = False
+        self.sent = time.monotonic()
         self._text = TextStream(router.tokenizer, request.prompt_ids or [], request)
         self._chunks = self._run()
 
@@ -79,6 +81,9 @@ class ScriptedGeneration:
             stop_reason=stop_reason,
             logprobs=None if request.logprobs is None else [position(i, request.logprobs) for i in kept],
             prompt_logprobs=None if wanted is None else [None, *(position(i, wanted) for i in prompt_ids[1:])],
+            queue_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=1.0,
         )
         self.ended = True
 
