@@ -59,7 +59,7 @@ class TracingMiddleware:
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
-            "pilotfish.request_id": carrier["x-request-id"],
+            "request_id": carrier["x-request-id"],
         }
         span = self._tracer.start_span(f"POST {path}", _W3C.extract(carrier, Context()), SpanKind.SERVER, attributes)
         context = set_span_in_context(span, Context())
