@@ -30,17 +30,17 @@ _MOST_SPLITS = 32
 
 @triton.jit
 def attend_kernel(
-    q: Any,  # [tokens, HEADS, HEAD_DIM]
-    k_pages: Any,  # [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]
-    v_pages: Any,
-    tiles: Any,  # int32 [4, tiles]: run, first token, number of tokens, position of the first
-    page_table: Any,  # int32
-    run_stride: Any,
-    page_stride: Any,
-    out: Any,  # [tokens, HEADS, HEAD_DIM] or, split, fp32 [splits, tokens, HEADS, HEAD_DIM]
-    weights: Any,  # split: fp32 [splits, tokens, HEADS], log2 of the sum of exponentials
-    tokens: Any,
-    scale: Any,  # of the scores, in powers of 2
+    q: tl.tensor,  # [tokens, HEADS, HEAD_DIM]
+    k_pages: tl.tensor,  # [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]
+    v_pages: tl.tensor,
+    tiles: tl.tensor,  # int32 [4, tiles]: run, first token, number of tokens, position of the first
+    page_table: tl.tensor,  # int32
+    run_stride: tl.tensor,
+    page_stride: tl.tensor,
+    out: tl.tensor,  # [tokens, HEADS, HEAD_DIM] or, split, fp32 [splits, tokens, HEADS, HEAD_DIM]
+    weights: tl.tensor,  # split: fp32 [splits, tokens, HEADS], log2 of the sum of exponentials
+    tokens: tl.tensor,
+    scale: tl.tensor,  # of the scores, in powers of 2
     WINDOW: tl.constexpr,  # 0: none
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -100,9 +100,9 @@ def attend_kernel(
 
 @triton.jit
 def join_kernel(
-    parts: Any,  # fp32 [SPLITS, rows, HEAD_DIM]
-    weights: Any,  # fp32 [SPLITS, rows]
-    out: Any,  # [rows, HEAD_DIM]
+    parts: tl.tensor,  # fp32 [SPLITS, rows, HEAD_DIM]
+    weights: tl.tensor,  # fp32 [SPLITS, rows]
+    out: tl.tensor,  # [rows, HEAD_DIM]
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -119,18 +119,18 @@ def join_kernel(
 
 @triton.jit
 def append_kernel(
-    q: Any,  # a token's heads in a row, tokens q_stride apart; k and v alike
-    k: Any,
-    v: Any,
-    q_stride: Any,
-    k_stride: Any,
-    v_stride: Any,
-    cos: Any,  # fp32 [tokens, HALF_DIM]
-    sin: Any,
-    slots: Any,  # [tokens]; -1: nowhere
-    rotated: Any,  # [tokens, HEADS, HEAD_DIM]
-    k_pages: Any,
-    v_pages: Any,
+    q: tl.tensor,  # a token's heads in a row, tokens q_stride apart; k and v alike
+    k: tl.tensor,
+    v: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    cos: tl.tensor,  # fp32 [tokens, HALF_DIM]
+    sin: tl.tensor,
+    slots: tl.tensor,  # [tokens]; -1: nowhere
+    rotated: tl.tensor,  # [tokens, HEADS, HEAD_DIM]
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
     HEADS: tl.constexpr,  # 0: nothing is rotated
     KV_HEADS: tl.constexpr,
     HALF_DIM: tl.constexpr,
