@@ -1,0 +1,54 @@
+"""The fused kernels in Triton's interpreter, against torch and against the sampler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine import fused
+from engine.sampling import gumbel_noise
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize("size", (64, 100, 576))
+def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, size, generator=generator), torch.randn(size, generator=generator)
+    delta = torch.randn(5, size, generator=generator).to(dtype)
+    for added in (None, delta):
+        total = x if added is None else x + added
+        inplace = x.clone()
+        out = fused.add_rms_norm(inplace, added, weight, 1e-5, dtype)
+        torch.testing.assert_close(inplace, total)
+        torch.testing.assert_close(out, F.rms_norm(total, (size,), weight, 1e-5).to(dtype))
+
+
+def test_silu_mul() -> None:
+    gate_up = torch.randn(3, 2 * 1500, generator=torch.Generator().manual_seed(0)) * 5
+    gate, up = gate_up.chunk(2, 1)
+    torch.testing.assert_close(fused.silu_mul(gate_up), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("vocab", (50, 4096, 9000))
+def test_choose(vocab: int) -> None:
+    """Greedy rows and drawn ones, at any seed and position; of equal scores the first; no choice is told."""
+    generator = torch.Generator().manual_seed(vocab)
+    padded = torch.randn(40, vocab + 7, generator=generator)
+    padded[:, vocab:] = 1e9
+    scores = padded[:, :vocab]
+    temperatures = torch.tensor([1e-30, 1.0, 0.7, 1.3])
+    seeds = torch.tensor([3, -5, 2**62, 7])
+    row_ids = torch.randint(0, 4, (40,), generator=generator)
+    positions = torch.randint(0, 2**17, (40,), generator=generator)
+    row_ids[:4] = torch.tensor([0, 0, 1, 1])
+    scores[0, 11] = scores[0, vocab - 3] = 50.0
+    scores[1], scores[2] = -torch.inf, -torch.inf
+    scores[3, vocab - 1] = torch.nan
+    noise = gumbel_noise(seeds[row_ids], positions, torch.arange(vocab, dtype=torch.int32).unsqueeze(0))
+    drawn = (row_ids > 0).unsqueeze(1)
+    noisy = torch.where(drawn, scores / temperatures[row_ids].unsqueeze(1) + noise, scores)
+    expected = noisy.max(1).indices
+    expected[0], expected[1:4] = 11, -2
+    got = fused.choose(scores, row_ids, temperatures, seeds, positions, -2)
+    assert got.tolist() == expected.tolist()
