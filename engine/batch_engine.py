@@ -482,7 +482,7 @@ class ContinuousBatchingEngine:
             elif stopped[k]:
                 last = int(samples[k, emits[k]])
                 if last == INVALID:
-                    self._end(sequence, FinishReason.ERROR, known, error=_NO_CHOICE)
+                    self._end(sequence, FinishReason.ERROR, known, error=NO_CHOICE)
                     continue
                 by_id = last if last in sequence.request.stop_token_ids else None
                 self._end(sequence, FinishReason.STOP, known, stop_reason=by_id)
@@ -699,7 +699,7 @@ class ContinuousBatchingEngine:
         return self._runner
 
 
-_NO_CHOICE = "no token can follow: the model's logits are not numbers, or every token is forbidden"
+NO_CHOICE = "no token can follow: the model's logits are not numbers, or every token is forbidden"
 _NO_TOKENS = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
 
 

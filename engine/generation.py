@@ -15,13 +15,16 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from engine.batch_engine import ContinuousBatchingEngine, check_request, tokenize_prompt
+from engine.batch_engine import NO_CHOICE, ContinuousBatchingEngine, check_request, tokenize_prompt
+from engine.kv_cache import KVCache
 from engine.models.decoder import DecoderModel, create_decoder_kv_caches
 from engine.models.loader import as_dtype, check_tokenizer, load_generation_defaults, load_model, resolve_model
-from engine.sampling import Sampler, SamplingTable, Vocabulary, draw_seed
+from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed, gumbel_noise
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, SamplingParams, StepTokens
+from engine.speculation import SpeculationStats
 from engine.tokenization import Message, TextStream, Tokenizer, load_tokenizer
 
 _PREFILL_CHUNK = 512  # tokens whose logits the eager backend has in memory at once
@@ -33,9 +36,9 @@ U = TypeVar("U")
 
 
 def get_generation_backend(name: str = "eager", **options: Any) -> Any:
-    """A new backend, made with `options`: "eager" (one sequence at a time), "batched" (continuous batching), or one
-    that a package offers under the entry-point group `pilotfish.generation_backends`. Raises ValueError that lists
-    the names for another."""
+    """A new backend, made with `options`: "eager" (one sequence at a time), "batched" (continuous batching),
+    "speculative" (one at a time, with a draft model), or one that a package offers under the entry-point group
+    `pilotfish.generation_backends`. Raises ValueError that lists the names for another."""
     plugins = {entry.name: entry for entry in entry_points(group="pilotfish.generation_backends")}
     if name in _BACKENDS:
         return _BACKENDS[name](**options)
@@ -130,6 +133,9 @@ class EagerBackend(GenerationBackend):
         self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
 
     def check(self, request: GenerationRequest) -> None:
+        for name in ("grammar", "adapter"):
+            if getattr(request, name) is not None:
+                raise ValueError(f"{name} is not supported here: use the batched backend")
         check_request(request, request.prompt_ids or [], self.vocabulary, self.max_seq_len)
 
     def run_batch(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
@@ -174,37 +180,147 @@ class EagerBackend(GenerationBackend):
             0, request, draw_seed() if request.seed is None else request.seed, len(prompt_ids), stop_ids, bad_words
         )
         sampler = Sampler(table, self.vocabulary, device)
-        page_size = self.model.attention.default_page_size
-        caches = create_decoder_kv_caches(self.model, 1, -(-limit // page_size) * page_size)
+        caches = _caches(self.model, limit)
         tokens = torch.zeros(1, limit, dtype=torch.int32, device=device)
         tokens[0, :known] = torch.tensor([*prompt_ids, *request.output_ids])
-        row, computed = np.zeros(1, dtype=np.int64), 0
+        draft = self._draft(sampler, tokens)
         while known < limit:
             if time.monotonic() >= deadline:
                 result.finish_reason = FinishReason.DEADLINE
                 return
-            end = min(known, computed + _PREFILL_CHUNK)
+            start = caches[0].seq_len
+            end = min(known, start + _PREFILL_CHUNK)
             with torch.inference_mode():
-                logits = self.model(tokens[:, computed:end], kv_caches=caches, use_cache=True)[0][0]
+                gamma = draft.propose(known) if draft is not None and end == known else 0
+                logits = self.model(tokens[:, start : end + gamma], kv_caches=caches, use_cache=True)[0][0]
                 if result.prompt_logprobs is not None and request.prompt_logprobs is not None:
-                    targets = tokens[0, computed + 1 : min(end + 1, len(prompt_ids))].long()
+                    targets = tokens[0, start + 1 : min(end + 1, len(prompt_ids))].long()
                     sampled = sampler.with_logprobs(logits[: len(targets)], targets, request.prompt_logprobs)
                     entries = [sampled.token_logprobs(i, request.prompt_logprobs) for i in range(len(targets))]
                     result.prompt_logprobs += entries
-                computed = end
-                if computed < known:
+                if end < known:
                     continue
-                sampled = sampler(logits[-1:], row, np.array([known]), tokens)
-                token_id = int(sampled.ids[0])
-                tokens[0, known] = token_id
-            if token_id in stop_ids:
-                result.finish_reason = FinishReason.STOP
-                result.stop_reason = token_id if token_id in request.stop_token_ids else None
-                return
-            if result.logprobs is not None and request.logprobs is not None:
-                result.logprobs.append(sampled.token_logprobs(0, request.logprobs))
-            known += 1
-            yield token_id
+                logits = logits[-1 - gamma :]
+                if draft is not None and gamma:
+                    sampled = Sampled(draft.accept(logits, known))
+                    if request.logprobs is not None:
+                        logits = logits[: len(sampled.ids)]
+                        sampled = sampler.with_logprobs(logits, sampled.ids, request.logprobs)
+                else:
+                    sampled = sampler(logits, np.zeros(1, dtype=np.int64), np.array([known]), tokens)
+                ids = sampled.ids.tolist()
+                tokens[0, known : known + len(ids)] = sampled.ids
+                for cache in caches:
+                    cache.truncate(known + len(ids) - 1)
+            for i, token_id in enumerate(ids):
+                if token_id == INVALID:
+                    raise RuntimeError(NO_CHOICE)
+                if token_id in stop_ids:
+                    result.finish_reason = FinishReason.STOP
+                    result.stop_reason = token_id if token_id in request.stop_token_ids else None
+                    return
+                if result.logprobs is not None and request.logprobs is not None:
+                    result.logprobs.append(sampled.token_logprobs(i, request.logprobs))
+                known += 1
+                yield token_id
+
+    def _draft(self, sampler: Sampler, tokens: Tensor) -> _Draft | None:
+        """Who proposes tokens for a new sequence."""
+        return None
+
+
+class SpeculativeDecodingBackend(EagerBackend):
+    """One sequence at a time, whose next tokens, up to `gamma`, a draft model samples and the target judges in one
+    forward, by the accept/resample rule of Leviathan et al. 2023 (arXiv 2211.17192): the text has the target's
+    distribution, and is its own where temperature is 0. `options` are those of EagerBackend, for the target; past the
+    draft's context there are no drafts. Raises ValueError for a draft of another vocabulary or device."""
+
+    def __init__(
+        self,
+        target_model: DecoderModel,
+        draft_model: DecoderModel,
+        gamma: int = 5,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(target_model, tokenizer, **options)
+        if gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        for what in ("vocab_size", "device"):
+            ours, theirs = getattr(self.model, what), getattr(draft_model, what)
+            if ours != theirs:
+                raise ValueError(f"{what}: the draft's {theirs} is not the target's {ours}")
+        self.draft_model, self.gamma = draft_model.eval(), gamma
+        self.stats = SpeculationStats(0, 0, [0] * gamma)
+
+    def _draft(self, sampler: Sampler, tokens: Tensor) -> _Draft:
+        return _Draft(self.draft_model, self.gamma, sampler, tokens, self.stats)
+
+
+class _Draft:
+    """What a draft model proposes for one sequence, and what of it stands. Noise beyond that of the vocabulary's ids
+    decides about acceptance and draws from residuals, so that a seed gives the same tokens again."""
+
+    def __init__(
+        self, model: DecoderModel, gamma: int, sampler: Sampler, tokens: Tensor, stats: SpeculationStats
+    ) -> None:
+        self.model, self.gamma, self.sampler, self.tokens, self.stats = model, gamma, sampler, tokens, stats
+        self.caches = _caches(model, min(tokens.shape[1], model.max_seq_len))
+        self.q: list[Tensor] = []  # the distribution [1, V] of each draft
+
+    def propose(self, known: int) -> int:
+        """Write up to gamma tokens after the known ones; returns how many."""
+        for cache in self.caches:
+            cache.truncate(min(cache.seq_len, known - 1))
+        self.q = []
+        room = min(self.gamma, self.tokens.shape[1] - known - 1, self.model.max_seq_len + 1 - known)
+        for place in range(known, known + room):
+            while (start := self.caches[0].seq_len) < place:
+                ids = self.tokens[:, start : min(place, start + _PREFILL_CHUNK)]
+                logits = self.model(ids, kv_caches=self.caches, use_cache=True)[0][0, -1:]
+            q = self._probabilities(logits, place)
+            token_id = self._draw(q, place)
+            if token_id == INVALID:
+                break
+            self.tokens[0, place] = token_id
+            self.q.append(q)
+        return len(self.q)
+
+    def accept(self, logits: Tensor, known: int) -> Tensor:
+        """The drafts that stand under the target's logits [1 + drafts, V], and a token after them."""
+        count = len(self.q)
+        p, q = self._probabilities(logits, known), torch.cat(self.q)
+        drafts = self.tokens[0, known : known + count].long()
+        odds = (p[:count] / q).gather(1, drafts.unsqueeze(1))
+        # Gumbel noise is -log(-log(u)) of a uniform u
+        noise = self._noise(known + torch.arange(count), 2 * self.sampler.token_ids[:, -1:] + 2)
+        uniform = noise.neg().exp().neg().exp()
+        kept = int((uniform <= odds).cumprod(0).sum())
+        left = p[kept : kept + 1]
+        if kept < count:
+            residual = (left - q[kept]).clamp_(min=0)
+            left = residual if residual.any() else left
+        self.stats.drafted += count
+        self.stats.accepted += kept
+        for place in range(kept):
+            self.stats.accepted_at[place] += 1
+        last = self._draw(left, known + kept, again=kept < count)
+        return torch.cat((drafts[:kept], drafts.new_tensor([last])))
+
+    def _probabilities(self, logits: Tensor, length: int) -> Tensor:
+        rows = np.zeros(len(logits), dtype=np.int64)
+        return self.sampler.probabilities(logits, rows, length + np.arange(len(logits)), self.tokens)
+
+    def _draw(self, weights: Tensor, position: int, again: bool = False) -> int:
+        """A token by weights [1, V], not normalised; `again` where the position's own noise has been used."""
+        ids = self.sampler.token_ids
+        noisy = self._noise(torch.tensor([position]), ids + ids.shape[1] if again else ids) + weights.log()
+        best = noisy.max(-1)
+        return int(best.indices) if best.values > float("-inf") else INVALID
+
+    def _noise(self, positions: Tensor, ids: Tensor) -> Tensor:
+        positions = positions.to(ids.device)
+        return gumbel_noise(self.sampler.table.seed.device.expand(len(positions)), positions, ids)
 
 
 class BatchedBackend(GenerationBackend):
@@ -264,7 +380,11 @@ class BatchedBackend(GenerationBackend):
                 self._events[tag].append(event)
 
 
-_BACKENDS: Mapping[str, Callable[..., GenerationBackend]] = {"eager": EagerBackend, "batched": BatchedBackend}
+_BACKENDS: Mapping[str, Callable[..., GenerationBackend]] = {
+    "eager": EagerBackend,
+    "batched": BatchedBackend,
+    "speculative": SpeculativeDecodingBackend,
+}
 
 
 def batch_generate_requests(
@@ -465,6 +585,11 @@ def _conclude(reader: TextStream, request: GenerationRequest, result: Generation
         if result.logprobs is not None:
             del result.logprobs[len(reader.token_ids) - len(request.output_ids) :]
     return rest
+
+
+def _caches(model: DecoderModel, max_seq_len: int) -> list[KVCache]:
+    page_size = model.attention.default_page_size
+    return create_decoder_kv_caches(model, 1, -(-max_seq_len // page_size) * page_size)
 
 
 def _raising(deltas: Deltas) -> Deltas:

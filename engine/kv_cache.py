@@ -121,6 +121,12 @@ class KVCache:
         self.advance(batch_size, length)
         return self.k, self.v
 
+    def truncate(self, seq_len: int) -> None:
+        """Forget the tokens from `seq_len` on. Raises ValueError if there are fewer."""
+        if not 0 <= seq_len <= self._seq_len:
+            raise ValueError(f"KVCache holds {self._seq_len} tokens: it can't be cut to {seq_len}")
+        self._seq_len = seq_len
+
     def reset(self) -> None:
         self._seq_len = self._batch_size = 0
 

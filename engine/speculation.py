@@ -174,6 +174,14 @@ class SpeculationStats:
     accepted: int
     accepted_at: list[int]
 
+    @property
+    def rejected(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
 
 class _StepCost:
     """Seconds of a step as a + b * tokens, fitted with forgetting."""
