@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -100,6 +102,12 @@ class AttentionBackend(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """q: [T, heads, head_dim]. k, v: the layer's pages [pages, page_size, kv_heads, head_dim], or, uncached, the
         run's own [T, kv_heads, head_dim]. Returns [T, heads, head_dim]."""
+
+
+@cache
+def has_triton(device: torch.device) -> bool:
+    """Whether the kernels of `engine.fused` and of the backend `triton` run there."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

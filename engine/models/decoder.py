@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import ATTENTION, PackedBatch
+from engine.attention import ATTENTION, PackedBatch, rotate
 from engine.kv_cache import KVCache
-from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding, rotate
+from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding
 
 
 @dataclass(slots=True)
@@ -122,10 +122,11 @@ class Attention(nn.Module):
         v = v.unflatten(-1, (self.kv_heads, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        if pages is not None:
+        if pages is None:
+            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        else:
             assert step.batch.slot_mapping is not None
-            self.backend.write(*pages, k, v, step.batch.slot_mapping)
+            q = self.backend.append(q, k, v, step.cos, step.sin, pages, step.batch.slot_mapping)
             k, v = pages
         return self.o_proj(self.backend.attend(q, k, v, step.plans[self.window]).flatten(1))
 
@@ -138,9 +139,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLPS.create(config.mlp_impl, config)
 
-    def forward(self, x: Tensor, step: _Step, pages: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step, pages)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, step: _Step, pages: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, so that addition and norm are one."""
+        x, normed = self.input_layernorm.add(x, delta)
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn(normed, step, pages))
+        return x, self.mlp(normed)
 
 
 class _Body(nn.Module):
@@ -218,10 +223,10 @@ class DecoderModel(nn.Module):
         plans = {w: self.attention.plan(batch, w) for w in {layer.self_attn.window for layer in layers}}
         step = _Step(batch, plans, *self.rotary.rows(batch.positions))
         # the residual stream is fp32 whatever the weights are: it halves the error of bf16 and costs next to nothing
-        x = self.model.embed_tokens(input_ids).float()
+        x, delta = self.model.embed_tokens(input_ids).float(), None
         for index, layer in enumerate(layers):
-            x = layer(x, step, pages[index] if pages is not None else None)
-        return self.model.norm(x)
+            x, delta = layer(x, delta, step, pages[index] if pages is not None else None)
+        return self.model.norm.add(x, delta)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size]."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import Registry
+from engine.attention import Registry, has_triton
 
 if TYPE_CHECKING:
     from engine.models.decoder import DecoderConfig
@@ -33,6 +33,15 @@ class RMSNorm(nn.Module):
         dtype = self.packed_dtype or self.weight.dtype
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The fp32 x [T, size] plus delta, maybe in place, and the norm of that."""
+        if self.packed_dtype is not None and has_triton(x.device):
+            from engine.fused import add_rms_norm
+
+            return x, add_rms_norm(x, delta, self.weight, self.eps, self.packed_dtype)
+        x = x if delta is None else x + delta
+        return x, self(x)
+
 
 class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021) in the rotate-half form, in fp32 whatever the model's dtype."""
@@ -46,12 +55,6 @@ class RotaryEmbedding:
         angles = positions[:, None, None] * self._inverse
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self._factor == 1 else (cos * self._factor, sin * self._factor)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
@@ -138,7 +141,12 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_up_proj is None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(x)
+        if has_triton(gate_up.device):
+            from engine.fused import silu_mul
+
+            return self.down_proj(silu_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate).mul_(up))
 
 
