@@ -1,0 +1,124 @@
+"""`llm-serve --check FILE`: what Ray and we would refuse in a Serve config, and what Ray passes over in silence.
+
+Ray takes misspelt keys for nothing at all: here every key is looked up in the schema that it would be read with.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from app.settings import ENV_PREFIX, ConfigError, ServingConfig, check_bind, unknown_option
+
+BUILDER = "app.main:build"
+DEPLOYMENTS = ("Router", "EngineReplica", "DraftModel")
+
+
+def check_file(path: str) -> list[str]:
+    """The problems, one a line, of a Serve config, or of every RayService in a file of Kubernetes manifests.
+
+    ConfigError: there is no such file, or no YAML and no Serve config in it.
+    """
+    try:
+        documents = [document for document in yaml.safe_load_all(Path(path).read_text()) if document]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not documents or not all(isinstance(document, dict) for document in documents):
+        raise ConfigError(f"{path}: neither a Serve config nor a RayService")
+    if "kind" not in documents[0]:
+        return list(_config_problems(documents[0], {}))
+    services = [document for document in documents if document["kind"] == "RayService"]
+    if not services:
+        raise ConfigError(f"{path}: no RayService in it")
+    return [problem for service in services for problem in _service_problems(service)]
+
+
+def _service_problems(service: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        text, cluster = service["spec"]["serveConfigV2"], service["spec"]["rayClusterConfig"]
+        groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
+        containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    except (KeyError, TypeError, IndexError) as missing:
+        yield f"RayService: has no {missing}"
+        return
+    environments = [{entry["name"]: entry.get("value", "a secret") for entry in c.get("env", ())} for c in containers]
+    common = {k: v for k, v in environments[0].items() if all(k in other for other in environments)}
+    for name in sorted(set().union(*environments) - common.keys()):
+        if name.startswith((ENV_PREFIX, "RAY_SERVE_")):
+            yield f"env: {name} is not set on every node"
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        yield f"serveConfigV2: {' '.join(str(error).split())}"
+        return
+    if cluster.get("rayVersion") != ray.__version__:
+        yield f"rayVersion is {cluster.get('rayVersion')}, but this is Ray {ray.__version__}"
+    options = {name[len(ENV_PREFIX) :].lower(): v for name, v in common.items() if name.startswith(ENV_PREFIX)}
+    yield from _config_problems(config, options)
+
+
+def _config_problems(config: Any, options: Mapping[str, Any]) -> Iterator[str]:
+    """`options`: those of ServingConfig that the nodes' environment sets."""
+    yield from _key_problems(config, ServeDeploySchema, "")
+    try:
+        schema = ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        yield from _value_problems(error, "")
+        return
+    for i, application in enumerate(schema.applications):
+        where = f"applications[{i}]"
+        if application.import_path != BUILDER:
+            continue
+        for j, deployment in enumerate(application.deployments):
+            if deployment.name not in DEPLOYMENTS:
+                problem = unknown_option(deployment.name, DEPLOYMENTS).replace("option", "deployment", 1)
+                yield f"{where}.deployments[{j}].name: {problem}"
+        try:
+            ours = ServingConfig.from_options({**options, **application.args})
+            check_bind(schema.http_options.host, ours.api_key)
+        except ConfigError as error:
+            yield f"{where}.args: {error}"
+
+
+def _key_problems(value: Any, annotation: Any, where: str) -> Iterator[str]:
+    """Keys of `value`, and of all that is in it, that the type doesn't have; and wrong values where Ray takes any dict
+    until it deploys."""
+    models = [each for each in _types(annotation) if isinstance(each, type) and issubclass(each, BaseModel)]
+    if not models:
+        return
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _key_problems(item, annotation, f"{where}[{i}]")
+    elif isinstance(value, dict):
+        fields = models[0].model_fields
+        for key, item in value.items():
+            if key not in fields:
+                yield f"{where}: {unknown_option(str(key), fields)}".removeprefix(": ")
+            else:
+                yield from _key_problems(item, fields[key].annotation, f"{where}.{key}".removeprefix("."))
+        if any(typing.get_origin(each) is dict for each in typing.get_args(annotation)):
+            try:
+                models[0].model_validate(value)
+            except ValidationError as error:
+                yield from _value_problems(error, where)
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _types(argument)
+
+
+def _value_problems(error: ValidationError, where: str) -> Iterator[str]:
+    for problem in error.errors():
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+        yield f"{where}{path}: {problem['msg']}".removeprefix(".").removeprefix(": ")
