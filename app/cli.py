@@ -40,10 +40,12 @@ APP_NAME = "pilotfish"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options, 130 if a signal ended
+    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a signal ended
     it without a drain: one during the start, a second one, or one that Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
+    if (file := options.pop("check", None)) is not None:
+        return _check(file)
     try:
         config = ServingConfig.from_options(options)
         check_bind(config.host, config.api_key)
@@ -61,6 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _supervise(lambda: _serve(config, address, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(file: str) -> int:
+    from app.check import check_file
+
+    try:
+        problems = check_file(file)
+    except ConfigError as error:
+        print(f"llm-serve: error: {error}", file=sys.stderr)
+        return 2
+    for problem in problems:
+        print(f"{file}: {problem}", file=sys.stderr)
+    print(f"{file}: {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
+    return 2 if problems else 0
 
 
 # --- the parent
@@ -132,6 +148,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--address", help="join this Ray cluster instead of starting one ('auto' finds a local one)")
+    parser.add_argument("--check", metavar="FILE", help="check a Serve config or a RayService, and serve nothing")
     for name, field in ServingConfig.model_fields.items():
         text = field.description or ""
         if field.default not in (None, PydanticUndefined):
