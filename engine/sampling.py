@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention import has_triton
 from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
@@ -242,6 +243,7 @@ class Sampler:
     def __init__(self, table: SamplingTable, vocabulary: Vocabulary, device: torch.device) -> None:
         self.table = table
         self.vocab_size = vocabulary.size
+        self.fused = has_triton(device)
         self.forbidden = torch.tensor(vocabulary.forbidden, dtype=torch.int64, device=device)
         self.token_ids = torch.arange(self.vocab_size, dtype=torch.int32, device=device).unsqueeze(0)
 
@@ -262,13 +264,38 @@ class Sampler:
         positions = torch.from_numpy(lengths).to(device, non_blocking=True)
         raw = logits[:, : self.vocab_size]
         wanted = int(table.num_logprobs[rows].max(initial=-1))
+        if self.fused and wanted < 0 and masks is None and self._leaves_alone(rows, lengths):
+            return Sampled(self._choose(raw, rows, row_ids, positions))
         scores = raw.clone() if wanted >= 0 and raw.dtype == torch.float32 else raw.float()
         if masks is not None:
             at = torch.from_numpy(masks[0]).to(device, non_blocking=True)
             allowed = unpack_masks(masks[1].to(device, non_blocking=True), self.vocab_size)
             scores[at] = scores[at].masked_fill_(~allowed, float("-inf"))
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
-        greedy = table.greedy[rows]
+        ids = self._choose(scores, rows, row_ids, positions)
+        if wanted < 0:
+            return Sampled(ids)
+        sampled = self.with_logprobs(raw, ids.clamp(min=0), wanted)
+        sampled.ids = ids
+        return sampled
+
+    def _choose(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids [R] by scores [R, vocab_size], INVALID where there is none."""
+        greedy = self.table.greedy[rows]
+        if self.fused:
+            from engine.fused import choose
+
+            ids = choose(
+                scores, row_ids, self.table.temperature.device, self.table.seed.device, positions, INVALID
+            )
+            filtered = np.flatnonzero(self.table.filtered[rows] & ~greedy)
+            if len(filtered):
+                at = torch.from_numpy(filtered).to(scores.device)
+                tempered = scores[at].float().div_(self.table.temperature.device[row_ids[at]].unsqueeze(1))
+                kept = ids[at].clamp(min=0)
+                self._filter(tempered, kept, row_ids[at], positions[at], torch.arange(len(at), device=at.device))
+                ids[at] = torch.where(ids[at] < 0, ids[at], kept)
+            return ids
         if not greedy.any():
             ids = self._draw(scores, rows, row_ids, positions)
         else:
@@ -276,9 +303,7 @@ class Sampler:
             if not greedy.all():
                 at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
                 ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
-        sampled = Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
-        sampled.ids = torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
-        return sampled
+        return torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
 
     def probabilities(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
         """The distributions [R, vocab_size] that ids are drawn from; arguments as in a call. All 0 where no token can
@@ -306,6 +331,13 @@ class Sampler:
         top_logprobs, top_ids = logprobs.topk(min(max(wanted, 1), logprobs.shape[1]), dim=-1)
         rank = (logprobs > logprob).sum(-1) + 1
         return Sampled(ids, logprob.squeeze(1), rank, top_ids, top_logprobs)
+
+    def _leaves_alone(self, rows: np.ndarray, lengths: np.ndarray) -> bool:
+        """Whether `_modify` would change nothing."""
+        table = self.table
+        early = table.has_min_len[rows] & (lengths < table.min_len.host[rows])
+        touched = table.penalised[rows] | table.biased[rows] | early
+        return not (touched.any() or table.bad_words or len(self.forbidden))
 
     def _modify(
         self, scores: Tensor, rows: np.ndarray, lengths: np.ndarray, row_ids: Tensor, positions: Tensor, tokens: Tensor
@@ -368,14 +400,18 @@ class Sampler:
         scores /= table.temperature.device[row_ids].unsqueeze(1)
         ids = self._gumbel_max(scores, row_ids, positions)
         if (filtered := table.filtered[rows]).any():
-            # the winner of all is the winner of the kept if it is kept itself, which is cheaper to see than what is
             at = torch.from_numpy(np.flatnonzero(filtered)).to(scores.device)
-            at = at[~self._keeps(scores, ids, row_ids, at)]
-            if len(at):
-                kept = scores[at]
-                kept.masked_fill_(kept < self._cutoff(kept, row_ids[at]), float("-inf"))
-                ids[at] = self._gumbel_max(kept, row_ids[at], positions[at])
+            self._filter(scores, ids, row_ids, positions, at)
         return ids
+
+    def _filter(self, scores: Tensor, ids: Tensor, row_ids: Tensor, positions: Tensor, at: Tensor) -> None:
+        """Choose anew, in place, for those of the rows `at` whose id the filters drop."""
+        # the winner of all is the winner of the kept if it is kept itself, which is cheaper to see than what is
+        at = at[~self._keeps(scores, ids, row_ids, at)]
+        if len(at):
+            kept = scores[at]
+            kept.masked_fill_(kept < self._cutoff(kept, row_ids[at]), float("-inf"))
+            ids[at] = self._gumbel_max(kept, row_ids[at], positions[at])
 
     def _gumbel_max(self, scores: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
         seeds = self.table.seed.device[row_ids]
