@@ -285,9 +285,7 @@ class Sampler:
         if self.fused:
             from engine.fused import choose
 
-            ids = choose(
-                scores, row_ids, self.table.temperature.device, self.table.seed.device, positions, INVALID
-            )
+            ids = choose(scores, row_ids, self.table.temperature.device, self.table.seed.device, positions, INVALID)
             filtered = np.flatnonzero(self.table.filtered[rows] & ~greedy)
             if len(filtered):
                 at = torch.from_numpy(filtered).to(scores.device)
