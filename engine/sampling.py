@@ -299,7 +299,7 @@ class Sampler:
         else:
             ids = scores.max(-1).indices  # several times faster than argmax
             if not greedy.all():
-                at = torch.from_numpy(np.flatnonzero(~greedy)).to(device, non_blocking=True)
+                at = torch.from_numpy(np.flatnonzero(~greedy)).to(scores.device, non_blocking=True)
                 ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
         return torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
 
