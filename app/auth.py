@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import uuid
+from collections.abc import Mapping
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,9 +17,13 @@ MAX_PATH_BYTES = 8 * 1024
 REQUEST_ID = b"x-request-id"
 DEADLINE_HEADER = b"x-request-timeout-seconds"
 INNER_DEADLINE_HEADER = b"x-pilotfish-timeout-seconds"
+SESSION_HEADER = b"x-session-id"
+INNER_SESSION_HEADER = b"x-pilotfish-session-id"
+PRIORITY = "pilotfish.priority"
+"""In the scope: the best priority that the key gives."""
 _ROUTES_PATH = "/-/routes"  # where Serve tells anybody the names of its applications
 # Headers that Ray Serve itself obeys (and decodes unchecked); a client has no say in them.
-_SERVE_HEADERS = frozenset({b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"})
+_SERVE_HEADERS = frozenset({b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", SESSION_HEADER})
 
 
 def serve_middlewares() -> list[Middleware]:
@@ -31,8 +36,8 @@ class HeadersMiddleware:
     websockets and Serve's list of applications.
 
     The client's id is kept when it is 1 to 128 printable ASCII characters. It may run twice, outside Serve and inside
-    the application: the second time changes nothing. The client's deadline is renamed, so that the application and not
-    Serve answers when it passes.
+    the application: the second time changes nothing. The client's deadline and session are renamed, so that they are
+    the application's and not Serve's.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,6 +61,8 @@ class HeadersMiddleware:
                     request_id = value
             elif name == DEADLINE_HEADER:
                 kept.append((INNER_DEADLINE_HEADER, value))
+            elif name == SESSION_HEADER:
+                kept.append((INNER_SESSION_HEADER, value))
             elif name.replace(b"-", b"_") not in _UNDERSCORED_SERVE_HEADERS:
                 kept.append((name, value))
         request_id = request_id or uuid.uuid4().hex.encode()
@@ -87,15 +94,15 @@ class AuthMiddleware:
     """Lets a request through with `Authorization: Bearer <key>` or `X-API-Key: <key>`, or to a public path.
 
     No key at all is 401, a wrong one 403 (ApiError, rendered by the layer outside). Keys are compared as bytes in
-    constant time. No key or an empty one turns the check off.
+    constant time. No keys turn the check off. `keys` says the best priority of each one's requests, None for any.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Mapping[str, int | None]) -> None:
         self.app = app
-        self._key = (api_key or "").encode()
+        self._keys = {key.encode(): priority for key, priority in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._key and scope["type"] == "http" and route_path(scope) not in PUBLIC_PATHS:
+        if self._keys and scope["type"] == "http" and route_path(scope) not in PUBLIC_PATHS:
             self._check(scope)
         await self.app(scope, receive, send)
 
@@ -115,5 +122,7 @@ class AuthMiddleware:
                 code="missing_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if not any([hmac.compare_digest(key, self._key) for key in offered]):
+        found = [known for known in self._keys if any([hmac.compare_digest(key, known) for key in offered])]
+        if not found:
             raise ApiError(403, "wrong API key", code="invalid_api_key")
+        scope[PRIORITY] = self._keys[found[0]]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -157,6 +158,8 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         kinds = typing.get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
         if bool in kinds:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        elif typing.get_origin(kinds[0]) is dict:
+            parser.add_argument(flag, type=json.loads, metavar="JSON", help=text)
         elif typing.get_origin(kinds[0]) is list:
             parser.add_argument(flag, nargs="*", metavar="VALUE", help=text)
         else:

@@ -7,13 +7,11 @@ import contextlib
 import logging
 import math
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import orjson
-from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,12 +19,19 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.auth import INNER_DEADLINE_HEADER, REQUEST_ID, AuthMiddleware, HeadersMiddleware
+from app.auth import (
+    INNER_DEADLINE_HEADER,
+    INNER_SESSION_HEADER,
+    PRIORITY,
+    REQUEST_ID,
+    AuthMiddleware,
+    HeadersMiddleware,
+)
 from app.errors import ApiError, route_path, send_bytes, send_error, send_json
 from app.logs import log_access
 from app.metrics import CONTENT_TYPE, Metrics, render
 from app.router import GenerationError, Router, TextChunk, TextGeneration, Unavailable
-from app.schemas import Renderer, build_request, choice_seed, parse
+from app.schemas import Renderer, SamplingFields, build_request, choice_seed, parse
 from app.schemas.native import (
     MAX_NEW_TOKENS,
     BatchGenerateBody,
@@ -58,6 +63,9 @@ NATIVE_TOKENS = 50
 BODY_SECONDS = 30.0
 """A body that takes longer to arrive gets 408."""
 
+WRITE_SECONDS = 30.0
+"""A client that takes nothing of its answer for so long is cut off."""
+
 DRAINED_LIMITS = 4
 """Up to so many times the limit, a body is read to its end before it gets 413."""
 
@@ -86,7 +94,6 @@ T = TypeVar("T")
 def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
     """The HTTP application over a Router. It adds no state of its own but metrics (`router.metrics`)."""
     ingress = Ingress(router)
-    key = router.config.api_key
     routes = [
         _route("/v1/chat/completions", "POST", ingress.chat_completions),
         _route("/v1/completions", "POST", ingress.completions),
@@ -111,7 +118,7 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
             Middleware(HeadersMiddleware),
             *tracing,
             Middleware(ExchangeMiddleware, metrics=router.metrics, routes=frozenset(route.path for route in routes)),
-            Middleware(AuthMiddleware, api_key=key.get_secret_value() if isinstance(key, SecretStr) else key),
+            Middleware(AuthMiddleware, keys=router.config.keys()),
         ],
         exception_handlers={HTTPException: _starlette_error},
     )
@@ -148,6 +155,9 @@ class Call:
     def exchange(self) -> Exchange:
         exchange: Exchange = self.scope[_EXCHANGE]
         return exchange
+
+    def header(self, wanted: bytes) -> str | None:
+        return next((value.decode("latin-1") for name, value in self.scope["headers"] if name == wanted), None)
 
 
 class _Endpoint:
@@ -193,7 +203,11 @@ class ExchangeMiddleware:
             if message["type"] == "http.response.start":
                 exchange.sent = True
                 exchange.status = message["status"]
-            await send(message)
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                raise ClientGone from None
 
         try:
             await self._answer(scope, receive, observed, exchange)
@@ -249,8 +263,8 @@ class Ingress:
         form, ids = form.after_prompt(tokenizer, ids)
         grammar = form.grammar(body.grammar(400))
         limit = self._limit(len(ids), body.max_new_tokens, None, body.public_names["max_new_tokens"])
-        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        fields = {**body.output_fields(), "max_new_tokens": limit, **self._deadline(call, body.timeout)}
+        answer_id = f"chatcmpl-{call.exchange.request_id}"
+        fields = {**body.output_fields(), "max_new_tokens": limit, **self._limits(call, body)}
         fields |= {"grammar": grammar} | form.shows_special_tokens
         requests = self._choices(body, answer_id, [ids], [fields], body.public_names)
         renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), form)
@@ -266,12 +280,12 @@ class Ingress:
                 raise ApiError(400, "prompt is empty", param="prompt")
             self._check_ids(ids, f"prompt.{i}" if len(body.prompt) > 1 else "prompt", 400)
             prompts.append(ids)
-        common = {**body.output_fields(), **self._deadline(call, body.timeout)}
+        common = {**body.output_fields(), **self._limits(call, body)}
         fields = [
             {**common, "max_new_tokens": self._limit(len(ids), body.max_new_tokens, COMPLETION_TOKENS, "max_tokens")}
             for ids in prompts
         ]
-        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        answer_id = f"cmpl-{call.exchange.request_id}"
         requests = self._choices(body, answer_id, prompts, fields, body.public_names)
         tokenizer = self.router.tokenizer
         texts: list[str] = []
@@ -294,12 +308,12 @@ class Ingress:
 
     async def generate(self, call: Call) -> None:
         body = parse(GenerateBody, await self._json(call), 422)
-        request = await self._native_request(call, body, body.prompt, body.request_id or uuid.uuid4().hex)
+        request = await self._native_request(call, body, body.prompt, body.request_id or call.exchange.request_id)
         await self._run(call, [request], GenerateRenderer(request), body.stream)
 
     async def batch_generate(self, call: Call) -> None:
         body = parse(BatchGenerateBody, await self._json(call), 422)
-        batch_id = uuid.uuid4().hex
+        batch_id = call.exchange.request_id
         requests = [
             await self._native_request(call, body, prompt, f"{batch_id}-{i}") for i, prompt in enumerate(body.prompts)
         ]
@@ -380,20 +394,22 @@ class Ingress:
             )
         return wanted if wanted is not None else min(room, default or room)
 
-    def _deadline(self, call: Call, timeout: float | None) -> dict[str, float]:
-        """The client's own deadline, by field or by header, the earlier one."""
-        given = [] if timeout is None else [timeout]
-        for name, value in call.scope["headers"]:
-            if name == INNER_DEADLINE_HEADER:
-                try:
-                    given.append(float(value))
-                except ValueError:
-                    raise ApiError(400, "x-request-timeout-seconds is not a number") from None
-        if not given:
-            return {}
-        if not 0 < min(given) <= max(given) < float("inf"):
+    def _limits(self, call: Call, body: SamplingFields) -> dict[str, float]:
+        """The client's own deadline, by field or by header, the earlier one; the best priority that its key gives."""
+        limits: dict[str, float] = {}
+        if (best := call.scope.get(PRIORITY)) is not None:
+            limits["priority"] = best if body.priority is None else max(best, body.priority)
+        given = [] if body.timeout is None else [body.timeout]
+        if (value := call.header(INNER_DEADLINE_HEADER)) is not None:
+            try:
+                given.append(float(value))
+            except ValueError:
+                raise ApiError(400, "x-request-timeout-seconds is not a number") from None
+        if given and not 0 < min(given) <= max(given) < float("inf"):
             raise ApiError(400, "a timeout must be a positive number of seconds", param="timeout")
-        return {"timeout": min(given)} if min(given) < self.router.config.request_timeout else {}
+        if given and min(given) < self.router.config.request_timeout:
+            limits["timeout"] = min(given)
+        return limits
 
     def _choices(
         self,
@@ -418,14 +434,15 @@ class Ingress:
         limit = self._limit(len(ids), body.max_new_tokens, min(NATIVE_TOKENS, MAX_NEW_TOKENS), "max_new_tokens")
         fields = {**body.sampling(), "grammar": body.grammar(422), "max_new_tokens": limit}
         fields.pop("timeout", None)
-        fields |= self._deadline(call, body.timeout)
+        fields |= self._limits(call, body)
         return build_request(422, request_id=request_id, prompt_ids=ids, **fields)
 
     # --- from requests to an answer
 
     async def _run(self, call: Call, requests: list[GenerationRequest], renderer: Renderer, stream: bool) -> None:
         """Runs the sequences of one HTTP request and writes the answer. However it ends, none is left behind."""
-        choices = call.exchange.choices = Choices(self.router, requests)
+        choices = Choices(self.router, requests, call.header(INNER_SESSION_HEADER))
+        call.exchange.choices = choices
         try:
             # The last message is sent outside: a server calls the end of the response a disconnect.
             async with _CancelledByDisconnect(call.receive):
@@ -481,8 +498,9 @@ class Ingress:
 class Choices:
     """The sequences of one HTTP request: opened together, read together, closed together. Failures are ApiErrors."""
 
-    def __init__(self, router: Router, requests: list[GenerationRequest]) -> None:
+    def __init__(self, router: Router, requests: list[GenerationRequest], session: str | None) -> None:
         self.requests = requests
+        self._session = session
         self.ended: dict[int, GenerationResult] = {}
         self.sent: dict[int, float] = {}  # time.monotonic() of the last attempt of those
         self.admitted = False
@@ -550,7 +568,7 @@ class Choices:
                 logger.error("a generation could not be closed", exc_info=failure)
 
     async def _start(self, index: int) -> TextGeneration:
-        generation = self._running[index] = await self._router.open(self.requests[index])
+        generation = self._running[index] = await self._router.open(self.requests[index], self._session)
         self.admitted = True
         return generation
 

@@ -1,19 +1,22 @@
 """Which replica takes a request, and which replicas there are.
 
-`choose` decides, called by the Router, which knows the load. `app.pinning` carries it out.
+`Placement` decides, for one Router, by what the replicas tell it. `app.pinning` carries it out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from app.replica import PumpMessage, Refusal
+from app.replica import CacheChanges, PumpMessage, Refusal
+from engine.digests import extend_digests, root_digest, short_digests
 from engine.schemas import GenerationRequest, GenerationResult
 
 T = TypeVar("T")
@@ -23,21 +26,97 @@ class ReplicaGone(Exception):
     """The replica that a call is pinned to isn't in the replica set."""
 
 
+NEIGHBOUR_TOKENS = 64
+"""What a request that is there already costs the next one, in prompt tokens: benchmarks/placement.py compares."""
+
+EXPECTED_PAGES = 8192
+
+
+class PrefixView:
+    """What a replica's prefix cache holds, as far as this process has heard, and the last prompts it sent there."""
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._expected: dict[int, None] = {}
+
+    def update(self, changes: CacheChanges) -> None:
+        """Takes what the replica says."""
+        if changes.whole:
+            self._held.clear()
+        self._held.update(changes.came.tolist())
+        self._held.difference_update(changes.left.tolist())
+
+    def expect(self, digests: list[int]) -> None:
+        """A prompt of these pages is on its way there."""
+        self._expected |= dict.fromkeys(digests)
+        for digest in list(self._expected)[: max(0, len(self._expected) - EXPECTED_PAGES)]:
+            del self._expected[digest]
+
+    def overlap(self, digests: list[int]) -> int:
+        """How many of a prompt's leading pages are there."""
+        for i, digest in enumerate(digests):
+            if digest not in self._held and digest not in self._expected:
+                return i
+        return len(digests)
+
+
 class Candidate(Protocol):
-    """A replica that could take a request."""
+    """A replica that could take a request, as far as this process knows.
+
+    load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence.
+    """
+
+    replica_id: str
+    waiting_tokens: int
+    free_pages: int
+    prefixes: PrefixView
 
     @property
-    def load(self) -> int:
-        """Requests running or waiting there, as far as this process knows."""
+    def load(self) -> int: ...
 
 
 C = TypeVar("C", bound=Candidate)
 
 
-def choose(candidates: Sequence[C], request: GenerationRequest) -> C:
-    """The replica for a request: the least loaded, a random one of equals."""
-    least = min(candidate.load for candidate in candidates)
-    return random.choice([candidate for candidate in candidates if candidate.load == least])
+class Placement:
+    """Chooses replicas for the requests of one Router; several Routers share nothing.
+
+    A replica with room is preferred to one where the request would wait. Of several, a session's own: rendezvous
+    hashing (Thaler and Ravishankar 1998), on which all Routers agree. Without a session, the one where the request has
+    the fewest tokens before it: those of its prompt that aren't cached there, those that wait, and NEIGHBOUR_TOKENS
+    for each request that is there.
+    """
+
+    def __init__(self, page_size: int, batch_size: int) -> None:
+        self._page_size = page_size
+        self._batch_size = batch_size
+
+    def choose(self, candidates: Sequence[C], request: GenerationRequest, session: str | None = None) -> C:
+        """The replica for a request with prompt_ids; with one candidate there is nothing to compute."""
+        if len(candidates) == 1:
+            return candidates[0]
+        tokens = np.array([*(request.prompt_ids or []), *request.output_ids], dtype=np.int32)
+        pages = -(-len(tokens) // self._page_size)
+        room = [each for each in candidates if each.load < self._batch_size and each.free_pages >= pages]
+        candidates = room or candidates
+        if session is not None:
+            return max(candidates, key=lambda each: hashlib.blake2b(f"{each.replica_id} {session}".encode()).digest())
+        digests = self._digests(request, tokens)
+        costs = [self._cost(each, digests) for each in candidates]
+        least = min(costs)
+        chosen = random.choice([each for each, cost in zip(candidates, costs, strict=True) if cost == least])
+        chosen.prefixes.expect(digests)
+        return chosen
+
+    def _digests(self, request: GenerationRequest, tokens: np.ndarray) -> list[int]:
+        chain = [root_digest(request.cache_salt, request.adapter)]
+        extend_digests(chain, tokens[:-1], self._page_size)  # the last token is computed always
+        digests: list[int] = short_digests(chain)[1:].tolist()
+        return digests
+
+    def _cost(self, candidate: Candidate, digests: list[int]) -> int:
+        cached = candidate.prefixes.overlap(digests) * self._page_size
+        return candidate.waiting_tokens + NEIGHBOUR_TOKENS * candidate.load - cached
 
 
 class Membership:

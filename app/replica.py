@@ -20,6 +20,7 @@ import numpy as np
 
 from app.metrics import Metrics
 from app.settings import DUMMY_MODEL, ServingConfig
+from engine.digests import short_digests
 from engine.schemas import GenerationRequest, GenerationResult, QueueFull, StepTokens, TokenLogprobs
 from engine.tokenization import HuggingFaceTokenizer, SimpleCharacterTokenizer, Tokenizer
 
@@ -45,33 +46,68 @@ class Refusal:
 
 
 @dataclass(slots=True)
+class CacheChanges:
+    """Full pages, by `short_digests`, that came into a prefix cache or left it; whole: those that came are all."""
+
+    came: np.ndarray
+    left: np.ndarray
+    whole: bool
+
+
+@dataclass(slots=True)
 class PumpMessage:
     """What came since the last message, or nothing: then it is a heartbeat.
 
     `tags`, `counts`, `tokens`, `logprobs` are as in StepTokens, but a tag may occur more than once, in order.
     load: requests running or waiting at the replica. step_age: seconds since the engine last stepped or was idle.
+    waiting_tokens, free_pages: as in `ContinuousBatchingEngine.backlog`.
     """
 
     load: int
     step_age: float
+    waiting_tokens: int
+    free_pages: int
     tags: np.ndarray
     counts: np.ndarray
     tokens: np.ndarray
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    cache: CacheChanges | None = None
 
 
 class Pump:
-    """The replica's end of one Router's stream: what the Router hasn't fetched yet, merged."""
+    """The replica's end of one Router's stream: what the Router hasn't fetched yet, merged.
 
-    def __init__(self) -> None:
+    `held` are the pages of the prefix cache, which the replica keeps; the first message has them all, and so has one
+    that would have more changes than that.
+    """
+
+    def __init__(self, held: dict[bytes, None]) -> None:
         self.ready = asyncio.Event()
         self._parts: list[StepTokens] = []
+        self._held = held
+        self._changes: dict[bytes, bool] | None = None
 
     def put(self, part: StepTokens) -> None:
         self._parts.append(part)
         self.ready.set()
 
-    def take(self, load: int, step_age: float) -> PumpMessage:
+    def put_changes(self, changes: dict[bytes, bool]) -> None:
+        """Pages that came or left. They go with the next message: nobody waits for them."""
+        if self._changes is not None:
+            self._changes |= changes
+            if len(self._changes) > len(self._held) + 64:
+                self._changes = None
+
+    def _take_changes(self) -> CacheChanges | None:
+        changes, self._changes = self._changes, {}
+        if changes is None:
+            return CacheChanges(short_digests(list(self._held)), short_digests([]), True)
+        if not changes:
+            return None
+        came, left = ([digest for digest, came in changes.items() if came is wanted] for wanted in (True, False))
+        return CacheChanges(short_digests(came), short_digests(left), False)
+
+    def take(self, load: int, step_age: float, backlog: tuple[int, int]) -> PumpMessage:
         parts, self._parts = self._parts, []
         self.ready.clear()
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -81,10 +117,12 @@ class Pump:
         return PumpMessage(
             load,
             step_age,
+            *backlog,
             _join([part.tags for part in parts], np.int64),
             _join([part.counts for part in parts], np.int32),
             _join([part.tokens for part in parts], np.int32),
             logprobs,
+            self._take_changes(),
         )
 
 
@@ -111,6 +149,7 @@ class EngineReplica:
         self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
         self._seen: dict[int, None] = {}
         self._pumps: dict[int, Pump] = {}
+        self._held: dict[bytes, None] = {}  # full pages in the prefix cache
         self._inbox: deque[StepTokens] = deque()
         self._scheduled = False
         self._stop = threading.Event()
@@ -147,6 +186,8 @@ class EngineReplica:
         self._scheduled = False
         while self._inbox:
             step = self._inbox.popleft()
+            if step.cached:
+                self._note_cached(step.cached)
             for key, part in _split(step):
                 if (pump := self._pumps.get(key)) is not None:
                     pump.put(part)
@@ -155,6 +196,15 @@ class EngineReplica:
                 call = self._calls.get(tag)
                 if call is not None and not call.done():
                     call.set_result(result)
+
+    def _note_cached(self, changes: dict[bytes, bool]) -> None:
+        for digest, came in changes.items():
+            if came:
+                self._held[digest] = None
+            else:
+                self._held.pop(digest, None)
+        for pump in self._pumps.values():
+            pump.put_changes(changes)
 
     def _fail_calls(self, error: BaseException) -> None:
         for call in self._calls.values():
@@ -213,12 +263,12 @@ class EngineReplica:
         """The tokens of every request whose tag carries `key`; the first message, empty, says that it is open."""
         if key in self._pumps:
             raise ValueError("this key is taken")
-        pump = self._pumps[key] = Pump()
+        pump = self._pumps[key] = Pump(self._held)
         pump.ready.set()
         try:
             while True:
                 await pump.ready.wait()
-                yield pump.take(len(self._calls), self.step_age)
+                yield pump.take(len(self._calls), self.step_age, self.engine.backlog())
         finally:
             del self._pumps[key]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import logging
 import math
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from app.metrics import Metrics
-from app.placement import Membership, choose
+from app.placement import Membership, Placement, PrefixView
 from app.replica import TAG_BITS, PumpMessage, Refusal
 from app.settings import ServingConfig
 from engine.grammars import GRAMMAR_ERROR
@@ -80,8 +82,9 @@ class TextGeneration:
 
     result: GenerationResult
 
-    def __init__(self, router: Router, request: GenerationRequest) -> None:
+    def __init__(self, router: Router, request: GenerationRequest, session: str | None) -> None:
         self.request = request
+        self.session = session
         self.attempt = request.attempt
         self.sent = time.monotonic()  # when the last attempt was
         self._router = router
@@ -142,6 +145,11 @@ class TextGeneration:
         self._driver.cancel()
         await asyncio.wait([self._driver])
 
+    @property
+    def has_result(self) -> bool:
+        """Whether it has come to its own end, well and whole."""
+        return isinstance(self._outcome, GenerationResult)
+
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
@@ -175,6 +183,7 @@ class TextGeneration:
 
     def receive(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """New tokens of the current attempt."""
+        ids = ids[: self.request.max_new_tokens - len(self._received)]
         self._received += ids
         self._unread += ids
         if self._logprobs is not None and logprobs:
@@ -203,7 +212,7 @@ class TextGeneration:
         full: set[str] = set()
         failures = 0
         while True:
-            link = await self._router.place(self.request, full)
+            link = await self._router.place(self, full)
             reply = await self._try(link)
             if self._text.stop is not None:
                 return reply if isinstance(reply, GenerationResult) else self._bare_result()
@@ -230,7 +239,7 @@ class TextGeneration:
                 raise GenerationError(f"{failures} attempts were lost with their replicas", 503)
             self.attempt += 1
             self._router.metrics.failover()
-            if len(self._received) >= self.request.max_new_tokens:
+            if len(self._received) >= self.request.max_new_tokens and self.request.prompt_logprobs is None:
                 return self._bare_result()
             await asyncio.sleep(0.01 * 2**failures)
 
@@ -241,8 +250,9 @@ class TextGeneration:
     async def _try(self, link: ReplicaLink) -> GenerationResult | Refusal | None:
         """One attempt on one replica; None when it was lost."""
         tag = link.new_tag()
+        known = self._received[: self.request.max_new_tokens - 1]
         request = self.request.model_copy(
-            update={"output_ids": list(self._received), "attempt": self.attempt, "stop": [], "timeout": None}
+            update={"output_ids": known, "attempt": self.attempt, "stop": [], "timeout": None}
         )
         call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag))
         link.attempts[tag] = (self, call)
@@ -272,6 +282,9 @@ class ReplicaLink:
         self.leaving = False
         self.is_open = False
         self.step_age = 0.0
+        self.waiting_tokens = 0
+        self.free_pages = 0
+        self.prefixes = PrefixView()
         self.last_message = time.monotonic()
         self._others = 0
         self._router = router
@@ -289,8 +302,14 @@ class ReplicaLink:
         return time.monotonic() - self.last_message
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether it says nothing, or its engine has work and makes no step."""
+        config = self._router.config
+        return self.silence > config.heartbeat_timeout or self.step_age > config.step_timeout
+
+    @property
     def is_usable(self) -> bool:
-        return self.is_open and not self.leaving and self.silence < self._router.config.heartbeat_timeout
+        return self.is_open and not self.leaving and not self.is_stuck
 
     def new_tag(self) -> int:
         return self._key << TAG_BITS | next(self._counter)
@@ -324,6 +343,9 @@ class ReplicaLink:
         self.last_message = time.monotonic()
         self.is_open = True
         self.step_age = message.step_age
+        self.waiting_tokens, self.free_pages = message.waiting_tokens, message.free_pages
+        if message.cache is not None:
+            self.prefixes.update(message.cache)
         self._others = max(0, message.load - len(self.attempts))
         if not was_usable:
             self._router.usable.set()
@@ -352,7 +374,9 @@ class Router:
         self._links: dict[str, ReplicaLink] = {}
         self._closing: set[ReplicaLink] = set()
         self._live: set[TextGeneration] = set()
-        self._ended: list[float] = []
+        self._ended: deque[float] = deque(maxlen=64)
+        self._next_place = 0.0
+        self._placement: Placement
         self.usable = asyncio.Event()
         self._tasks = [asyncio.create_task(self._join()), asyncio.create_task(self._watch())]
 
@@ -365,8 +389,11 @@ class Router:
         """Whether a request would find a replica now."""
         return bool(self.description) and any(link.is_usable for link in self._links.values())
 
-    async def open(self, request: GenerationRequest) -> TextGeneration:
+    async def open(self, request: GenerationRequest, session: str | None = None) -> TextGeneration:
         """Starts a request that has prompt_ids; returns when its first tokens are there, or its end.
+
+        Without a seed it gets one that follows from its request_id, so that a client's own retry gets the same text.
+        Requests of a session stay on one replica as long as they can.
 
         ValueError: it can never be served. Overloaded: try later. Unavailable: nothing is running. GenerationError.
         """
@@ -381,8 +408,9 @@ class Router:
         if len(self._live) >= places:
             raise self._overloaded()
         if request.seed is None:
-            request = request.model_copy(update={"seed": random.getrandbits(63)})
-        generation = TextGeneration(self, request)
+            digest = hashlib.blake2b(request.request_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            request = request.model_copy(update={"seed": int.from_bytes(digest) >> 1})
+        generation = TextGeneration(self, request, session)
         self._live.add(generation)
         try:
             await generation.started()
@@ -405,8 +433,7 @@ class Router:
             link.replica_id: {"silence": round(link.silence, 3), "step_age": round(link.step_age, 3), "load": link.load}
             for link in self._links.values()
         }
-        alive = any(link.is_usable and link.step_age < self.config.step_timeout for link in self._links.values())
-        return alive, {"replicas": replicas}
+        return any(link.is_usable for link in self._links.values()), {"replicas": replicas}
 
     async def snapshot(self, timeout: float = 2.0) -> list[bytes]:
         """`Metrics.snapshot` of every process, Router or replica, that answers in time."""
@@ -434,12 +461,12 @@ class Router:
 
     # --- for TextGeneration and ReplicaLink
 
-    async def place(self, request: GenerationRequest, full: set[str]) -> ReplicaLink:
+    async def place(self, generation: TextGeneration, full: set[str]) -> ReplicaLink:
         """A usable replica outside of `full`; waits for one when there is none at all."""
         while True:
             usable = [link for link in self._links.values() if link.is_usable]
             if free := [link for link in usable if link.replica_id not in full]:
-                return choose(free, request)
+                return self._placement.choose(free, generation.request, generation.session)
             if usable:
                 raise self._overloaded()
             await self._wait_usable()
@@ -451,8 +478,8 @@ class Router:
     def leave(self, generation: TextGeneration) -> None:
         """A generation has ended."""
         self._live.discard(generation)
-        self._ended.append(time.monotonic())
-        del self._ended[:-64]
+        if generation.has_result:
+            self._ended.append(time.monotonic())
         self._close_idle()
 
     # --- replicas come and go
@@ -464,6 +491,7 @@ class Router:
                 description = await self.engines.attach(membership)
                 self.max_model_len = description["max_model_len"]
                 self.sampling_defaults = description.get("sampling_defaults", {})
+                self._placement = Placement(description["page_size"], self._batch_size)
                 self.description = description
                 self.usable.set()
             except Exception:
@@ -486,13 +514,14 @@ class Router:
             link.task.cancel()
 
     async def _watch(self) -> None:
-        """A replica that is silent, though its process may live, loses its requests if there is another one."""
+        """A replica that is stuck, though its process may live, loses its requests if there is another one."""
         while True:
             await asyncio.sleep(self.config.heartbeat_timeout / 4)
             usable = any(link.is_usable for link in self._links.values())
             for link in [*self._links.values(), *self._closing]:
-                if usable and link.attempts and link.silence > self.config.heartbeat_timeout:
-                    logger.warning("%s is silent for %.1f s: its requests move", link.replica_id, link.silence)
+                if usable and link.attempts and link.is_stuck:
+                    message = "%s is silent for %.1f s, without a step for %.1f s: its requests move"
+                    logger.warning(message, link.replica_id, link.silence, link.step_age)
                     link.lose_attempts()
             self._close_idle()
 
@@ -501,9 +530,10 @@ class Router:
         return 1 if self.config.generation_backend == "eager" else self.config.max_batch_size
 
     def _overloaded(self) -> Overloaded:
+        """Requests end at a rate that is measured, and each end makes a place: whoever is turned away is told of the
+        next one that nobody else was told of."""
         now = time.monotonic()
         recent = [moment for moment in self._ended if now - moment < 30]
-        rate = len(recent) / max(now - recent[0], 0.1) if recent else 0.0
-        waiting = max(1, len(self._live) - self._batch_size * max(1, len(self._links)))
-        wait = waiting / rate / 2 if rate else 1.0
-        return Overloaded("every queue is full", min(60, max(1, math.ceil(wait))))
+        interval = (now - recent[0]) / len(recent) if recent else 1.0
+        self._next_place = min(max(self._next_place, now) + interval, now + 60)
+        return Overloaded("every queue is full", max(1, math.ceil(self._next_place - now)))

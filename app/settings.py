@@ -68,6 +68,9 @@ class ServingConfig(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
     port: int = Field(8000, ge=1, le=65535)
     api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")
+    api_keys: dict[SecretStr, int] = Field(
+        default_factory=dict, description="further keys, and the best priority (lower runs earlier) of each"
+    )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="larger request bodies get 413")
 
     otlp_traces_endpoint: str | None = Field(
@@ -114,6 +117,10 @@ class ServingConfig(BaseSettings):
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ValueError("speculation draft and draft_model go together")
+        if self.api_keys and self.api_key is None:
+            raise ValueError("api_keys needs api_key, the operator's own")
+        if not all(-1000 <= priority <= 1000 for priority in self.api_keys.values()):
+            raise ValueError("api_keys: a priority lies in -1000..1000")
         if self.gamma is not None and self.speculation == "off":
             raise ValueError("gamma needs speculation ngram or draft")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
@@ -129,6 +136,11 @@ class ServingConfig(BaseSettings):
             return cls(**options)
         except ValidationError as error:
             raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+    def keys(self) -> dict[str, int | None]:
+        """The keys that clients may send, and the best priority that each gives: None for any."""
+        first = {} if self.api_key is None else {self.api_key.get_secret_value(): None}
+        return {**{key.get_secret_value(): priority for key, priority in self.api_keys.items()}, **first}
 
     def model_names(self) -> list[str]:
         """Names a client may put into `model`, the first one being the one that answers carry."""

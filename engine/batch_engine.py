@@ -631,8 +631,8 @@ class ContinuousBatchingEngine:
         self._observer = observer
 
     def set_token_sink(self, sink: Callable[[StepTokens], None] | None) -> None:
-        """Takes tokens and ends of tagged requests and changes of the prefix cache, once a step that has any, in the order
-        of the steps."""
+        """Takes tokens and ends of tagged requests and changes of the prefix cache, once a step that has any, in the
+        order of the steps."""
         self._sink = sink
         if self.pool.index is not None:
             self.pool.index.record()

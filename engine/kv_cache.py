@@ -157,8 +157,8 @@ class PrefixIndex:
     """Which page holds which run of tokens.
 
     A full page is found by the digest of all tokens up to its end, chained page by page. Pages with the same digest
-    before them are siblings; the one with the longest common start serves a hit that ends inside a page. `changes`, once
-    `record` was called, tells which digests came (True) or went since somebody emptied it.
+    before them are siblings; the one with the longest common start serves a hit that ends inside a page. After
+    `record`, `changes` tells which digests came (True) or went since somebody emptied it.
     """
 
     def __init__(self, page_size: int) -> None:

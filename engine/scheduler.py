@@ -97,9 +97,9 @@ class Scheduler:
         """Raise QueueFull unless a sequence of so many tokens may wait. An empty queue takes one of any length."""
         if self.max_queued is not None and self.num_waiting >= self.max_queued:
             raise QueueFull(f"{self.num_waiting} requests are waiting, the bound is {self.max_queued}")
-        if self.num_waiting and self.max_queued_tokens is not None:
-            if self.waiting_tokens + tokens > self.max_queued_tokens:
-                raise QueueFull(f"{self.waiting_tokens} tokens are waiting, the bound is {self.max_queued_tokens}")
+        bound = self.max_queued_tokens
+        if bound is not None and self.num_waiting and self.waiting_tokens + tokens > bound:
+            raise QueueFull(f"{self.waiting_tokens} tokens are waiting, the bound is {bound}")
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING

@@ -139,8 +139,8 @@ class StepTokens:
 
     tags: int64 [n], the tag given with each request; counts: int32 [n], new tokens of each;
     tokens: int32 [sum(counts)], in the order of tags. A sequence whose last token was an EOS appears in
-    `finished` only. A sequence's tokens come before or together with its end, never after. cached: full pages, by digest,
-    that came into the prefix cache (True) or left it.
+    `finished` only. A sequence's tokens come before or together with its end, never after. cached: full pages, by
+    digest, that came into the prefix cache (True) or left it.
     """
 
     tags: np.ndarray

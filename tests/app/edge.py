@@ -130,7 +130,7 @@ class ScriptedRouter:
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.opened]
 
-    async def open(self, request: GenerationRequest) -> ScriptedGeneration:
+    async def open(self, request: GenerationRequest, session: str | None = None) -> ScriptedGeneration:
         await asyncio.sleep(0)
         output = self._script(request)
         if isinstance(output, Exception):

@@ -118,6 +118,9 @@ class FakeEngine:
             )
         )
 
+    def backlog(self) -> tuple[int, int]:
+        return 0, 1000
+
     def stats(self) -> Stats:
         return Stats(len(self.rows), aborted_requests=self.aborts)
 
@@ -134,7 +137,7 @@ class LocalEngines:
 
     def add(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
         engine = engine or FakeEngine()
-        replica = EngineReplica(engine, self.config, {"max_model_len": 256})  # type: ignore[arg-type]
+        replica = EngineReplica(engine, self.config, {"max_model_len": 256, "page_size": 16})  # type: ignore[arg-type]
         self.replicas[name] = replica
         self.calls[name] = set()
         self.frozen[name] = asyncio.Event()

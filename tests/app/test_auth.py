@@ -8,7 +8,7 @@ import openai
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from app.auth import INNER_DEADLINE_HEADER, HeadersMiddleware, serve_middlewares
+from app.auth import INNER_DEADLINE_HEADER, INNER_SESSION_HEADER, HeadersMiddleware, serve_middlewares
 from app.ingress import build_asgi_app
 from tests.app.edge import ScriptedRouter, http, openai_client
 
@@ -203,7 +203,7 @@ async def test_outside_serve_it_keeps_one_id_and_serves_headers_out() -> None:
         ids = [value for name, value in sent[0]["headers"] if name.lower() == b"x-request-id"]
         assert len(ids) == 1 and seen[-1][b"x-request-id"] == ids[0]
         assert (ids[0] == given) == (given == b"me")
-        assert set(seen[-1]) == {b"x-request-id", INNER_DEADLINE_HEADER}
+        assert set(seen[-1]) == {b"x-request-id", INNER_DEADLINE_HEADER, INNER_SESSION_HEADER}
 
 
 async def test_what_serve_would_tell_anybody_is_not_told() -> None:
