@@ -1,8 +1,15 @@
-"""Turns a step's plan into tensors, one forward, and sampled ids."""
+"""Turns a step's plan into tensors, one forward, and sampled ids.
+
+On CUDA a forward of few tokens is a graph, captured at the start, so that the host launches it at once: decodes,
+verifications and short chunks of prompts alike, as a token is a run of its own there.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +23,10 @@ from engine.sequence import SequenceTable
 from engine.structured import fill_masks
 
 _SLICE = 256  # prompt positions whose logits exist at a time
+_LARGEST_GRAPH = 512  # tokens; more keep the device busy for longer than the host needs to launch them
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
+"""From a function of fixed buffers to its output, a fixed buffer too, and what computes it again."""
 
 
 @dataclass(slots=True)
@@ -24,6 +35,38 @@ class LaunchedStep:
     sampled: Sampled | None  # a row for each sampling run and for each draft, on its way to the host
     ready: torch.cuda.Event | None
     prompt_scores: list[tuple[int, int, Sampled]] = field(default_factory=list)  # run, offset in it, its next tokens
+
+
+@dataclass(slots=True)
+class _Graph:
+    inputs: torch.Tensor  # int32 [3 + pages, tokens]: row, position, slot (-1: padding, written nowhere) and pages
+    hidden: torch.Tensor  # [tokens, hidden_size]; how many rows of logits a step wants is its own affair
+    replay: Callable[[], None]
+
+
+def cuda_graphs() -> Capture:
+    """Captures CUDA graphs that share their memory: they run one after the other."""
+    memory = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # kernels are compiled and libraries choose theirs
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            output = run()
+        return output, graph.replay
+
+    return capture
+
+
+def graph_sizes(rows: int) -> list[int]:
+    """Powers of two and their halfway points, up to eight tokens for each of `rows` sequences."""
+    largest = min(8 * rows, _LARGEST_GRAPH)
+    steps = sorted({size for k in range(10) for size in (1 << k, 3 << k)})
+    return steps[: bisect_left(steps, largest) + 1]
 
 
 class ModelRunner:
@@ -42,6 +85,52 @@ class ModelRunner:
         self.page_table = page_table
         self.scores_prompts = scores_prompts
         self.device = model.device
+        self.graphs: list[_Graph] = []
+        if self.device.type == "cuda" and model.attention.takes_token_pages:
+            self.capture(cuda_graphs())
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture) -> None:
+        """Make the graphs, from the largest on, whose memory the others use again."""
+        for size in reversed(graph_sizes(len(self.page_table))):
+            inputs = torch.zeros((3 + self.page_table.shape[1], size), dtype=torch.int32, device=self.device)
+            inputs[2] = -1
+            hidden, replay = capture(partial(self._forward_tokens, inputs))
+            self.graphs.insert(0, _Graph(inputs, hidden, replay))
+
+    def _forward_tokens(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows, positions, none = inputs[0].long(), inputs[1].long(), np.empty(0, np.int64)
+        batch = PackedBatch(
+            positions, none, none, slot_mapping=inputs[2], page_size=self.pool.page_size, token_pages=inputs[3:]
+        )
+        return self.model.hidden_states(self.table.device_tokens[rows, positions], batch, self.pool.pages)
+
+    def _replay(self, graph: _Graph, plan: StepPlan) -> torch.Tensor:
+        counts, size = plan.counts, self.pool.page_size
+        rows = np.repeat(plan.rows, counts)
+        positions = np.arange(len(rows)) + np.repeat(plan.starts - np.cumsum(counts) + counts, counts)
+        pages = int(positions.max()) // size + 1
+        shape, cuda = (3 + pages, graph.inputs.shape[1]), self.device.type == "cuda"
+        staged = torch.zeros(shape, dtype=torch.int32, pin_memory=cuda)  # fresh: the last one may still be read
+        inputs = staged.numpy()
+        inputs[2] = -1
+        inputs[3:, : len(rows)] = self.page_table[rows, :pages].T
+        inputs[0, : len(rows)], inputs[1, : len(rows)] = rows, positions
+        inputs[2, : len(rows)] = self.page_table[rows, positions // size] * size + positions % size
+        graph.inputs[: len(inputs)].copy_(staged, non_blocking=True)
+        graph.replay()
+        return graph.hidden[: len(rows)]
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Final hidden states of the plan's tokens."""
+        at = bisect_left(self.graphs, int(plan.counts.sum()), key=lambda graph: graph.inputs.shape[1])
+        if at < len(self.graphs):
+            return self._replay(self.graphs[at], plan)
+        batch = PackedBatch.paged(
+            self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
+        )
+        token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
+        return self.model.hidden_states(self.table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -50,11 +139,7 @@ class ModelRunner:
         table = self.table
         for source, target, tokens in plan.copies:
             self.pool.copy(source, target, tokens)
-        batch = PackedBatch.paged(
-            self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
-        )
-        token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
-        hidden = self.model.hidden_states(table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
+        hidden = self._forward(plan)
         prompt_scores = self._score_prompts(plan, hidden)
         if not plan.samples.any():
             return LaunchedStep(plan, None, None, prompt_scores)
