@@ -30,6 +30,7 @@ from app.auth import (
 from app.errors import ApiError, route_path, send_bytes, send_error, send_json
 from app.logs import log_access
 from app.metrics import CONTENT_TYPE, Metrics, render
+from app.openapi import document
 from app.router import GenerationError, Router, TextChunk, TextGeneration, Unavailable
 from app.schemas import Renderer, SamplingFields, build_request, choice_seed, parse
 from app.schemas.native import (
@@ -106,6 +107,7 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
         _route("/health", "GET", ingress.health),
         _route("/ready", "GET", ingress.is_ready),
         _route("/metrics", "GET", ingress.metrics_page),
+        _route("/openapi.json", "GET", ingress.openapi),
     ]
     tracing = []
     if tracer is not None:
@@ -345,6 +347,9 @@ class Ingress:
 
     async def metrics_page(self, call: Call) -> None:
         await send_bytes(call.send, render(await self.router.snapshot()), CONTENT_TYPE)
+
+    async def openapi(self, call: Call) -> None:
+        await send_json(call.send, document(self.router.config.api_key is not None))
 
     # --- from a body to requests
 

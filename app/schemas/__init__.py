@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from app.errors import ApiError
 from engine.grammars import GrammarSpec
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Body",
     "GenerationRequest",
+    "No",
     "Renderer",
     "SamplingFields",
     "build_request",
@@ -27,19 +38,28 @@ __all__ = [
     "usage",
 ]
 
-Check = Callable[[Any], bool]
 M = TypeVar("M", bound="Body")
+
+
+def _refuse(value: bool) -> bool:
+    if value:
+        raise ValueError("true is not supported")
+    return value
+
+
+No = Annotated[bool, AfterValidator(_refuse), WithJsonSchema({"const": False})]
+"""false; `Literal[False]` takes 0 too."""
 
 
 class Body(BaseModel):
     """A request body. Types are strict, null is absence, and an unknown field is an error.
 
-    `inert` names fields that mean nothing here: each is accepted with values that ask for nothing and refused by name
-    with any other.
+    `inert` names fields that mean nothing here, each with the type of the values that ask for nothing: those are
+    accepted, any other is refused by name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    inert: ClassVar[Mapping[str, Check]] = {}
+    inert: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
 
 class JsonSchemaFormat(Body):
@@ -121,9 +141,9 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    timeout: float | None = Field(None, description="seconds until the request ends with 408")
+    timeout: float | None = Field(None, ge=0.001, description="seconds until the request ends with 408")
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -150,10 +170,12 @@ def parse(model: type[M], data: object, status: int) -> M:
             near = difflib.get_close_matches(name, list(model.model_fields), n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ApiError(status, f"unknown field '{_short(name)}'{hint}", param=_short(name), code="unknown_field")
-        elif not model.inert[name](value):
-            raise ApiError(
-                status, f"'{name}' is not supported with this value", param=name, code="unsupported_parameter"
-            )
+        else:
+            try:
+                model.inert[name].validate_python(value, strict=True)
+            except ValidationError:
+                message = f"'{name}' is not supported with this value"
+                raise ApiError(status, message, param=name, code="unsupported_parameter") from None
     try:
         return model.model_validate(given)
     except ValidationError as error:

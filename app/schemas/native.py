@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 from pydantic import Field, StringConstraints, model_validator
 
 from app.errors import ApiError, error_body
-from app.schemas import Body, GrammarFields, SamplingFields
+from app.schemas import Body, GrammarFields, No, SamplingFields
 from app.schemas.openai import ChatMessage
 from engine.schemas import GenerationRequest, GenerationResult
 
@@ -36,7 +36,7 @@ class GenerateBody(NativeBody):
 
 class BatchGenerateBody(NativeBody):
     prompts: list[PromptText] = Field(min_length=1, max_length=32)
-    stream: Literal[False] = False
+    stream: No = False
 
 
 class TokenizeBody(Body):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 
 from app.errors import ApiError, error_body
-from app.schemas import Body, Check, GrammarFields, SamplingFields, usage
+from app.schemas import Body, GrammarFields, No, SamplingFields, usage
 from app.tools import AnswerStream, OutputForm, ToolUse
-from engine.schemas import GenerationRequest, GenerationResult, TokenLogprobs
+from engine.schemas import MAX_LOGPROBS, GenerationRequest, GenerationResult, TokenLogprobs
 from engine.tokenization import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -28,27 +28,21 @@ _MIN_LOGPROB = -9999.0  # what OpenAI writes for a probability of 0, since JSON 
 _OWN_TEMPLATE_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_INERT: Mapping[str, Check] = {
-    "metadata": lambda value: isinstance(value, dict),
-    "prompt_cache_key": _is_text,
-    "safety_identifier": _is_text,
-    "service_tier": lambda value: value in ("auto", "default"),
-    "store": lambda value: value is False,
-    "user": _is_text,
+_NOTHING: TypeAdapter[Any] = TypeAdapter(None)
+_TEXT: TypeAdapter[Any] = TypeAdapter(str)
+_INERT: Mapping[str, TypeAdapter[Any]] = {
+    "metadata": TypeAdapter(dict[str, Any]),
+    "prompt_cache_key": _TEXT,
+    "safety_identifier": _TEXT,
+    "service_tier": TypeAdapter(Literal["auto", "default"]),
+    "store": TypeAdapter(No),
+    "user": _TEXT,
 }
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: No | None = None
 
 
 class OpenAIBody(SamplingFields, GrammarFields):
@@ -58,7 +52,7 @@ class OpenAIBody(SamplingFields, GrammarFields):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _stream_fields(self) -> OpenAIBody:
@@ -113,6 +107,14 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Empty = Annotated[Any, WithJsonSchema({"enum": [None, "", [], {}]})]
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
@@ -125,7 +127,7 @@ class ChatMessage(Body):
     audio: Any = None
     annotations: Any = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _parts_are_text(cls, value: object) -> object:
         if not isinstance(value, list):
@@ -141,10 +143,10 @@ class ChatMessage(Body):
             texts.append(text)
         return "\n".join(texts)
 
-    @field_validator("function_call", "refusal", "audio", "annotations")
+    @field_validator("function_call", "refusal", "audio", "annotations", mode="before", json_schema_input_type=Empty)
     @classmethod
     def _only_empty(cls, value: object) -> object:
-        if value:
+        if value not in (None, "", [], {}):
             raise ValueError("is not supported")
         return value
 
@@ -171,23 +173,23 @@ class ChatMessage(Body):
 
 
 class ChatCompletionRequest(OpenAIBody):
-    inert: ClassVar[Mapping[str, Check]] = {
+    inert: ClassVar[Mapping[str, TypeAdapter[Any]]] = {
         **_INERT,
-        "audio": _never,
-        "function_call": lambda value: value in ("none", "auto"),
-        "functions": lambda value: value == [],
-        "modalities": lambda value: value == ["text"],
-        "prediction": _never,
-        "reasoning_effort": _never,
-        "verbosity": _never,
-        "web_search_options": _never,
+        "audio": _NOTHING,
+        "function_call": TypeAdapter(Literal["none", "auto"]),
+        "functions": TypeAdapter(Annotated[list[Any], Field(max_length=0)]),
+        "modalities": TypeAdapter(Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)]),
+        "prediction": _NOTHING,
+        "reasoning_effort": _NOTHING,
+        "verbosity": _NOTHING,
+        "web_search_options": _NOTHING,
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -260,19 +262,25 @@ class ChatCompletionRequest(OpenAIBody):
 
 
 Prompt = str | list[int]
+Prompts = (
+    str
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
+)
 
 
 class CompletionRequest(OpenAIBody):
-    inert: ClassVar[Mapping[str, Check]] = {**_INERT, "suffix": lambda value: value == ""}
+    inert: ClassVar[Mapping[str, TypeAdapter[Any]]] = {**_INERT, "suffix": TypeAdapter(Literal[""])}
     public_names: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens"}
 
     prompt: list[Prompt]
     max_tokens: int | None = Field(None, ge=0)
     best_of: int | None = None
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="plain", json_schema_input_type=Prompts)
     @classmethod
     def _prompts(cls, value: object) -> list[Prompt]:
         """One prompt or many, each text or token ids. By hand: a union of four types explains itself badly."""
