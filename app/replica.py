@@ -26,7 +26,7 @@ from engine.tokenization import HuggingFaceTokenizer, SimpleCharacterTokenizer, 
 
 if TYPE_CHECKING:
     from engine.batch_engine import ContinuousBatchingEngine
-    from engine.models.decoder import DecoderModel
+    from engine.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -403,7 +403,7 @@ def _sampling_defaults(config: ServingConfig) -> dict[str, Any]:
     return defaults
 
 
-def _load_draft(config: ServingConfig, target: DecoderModel) -> DecoderModel | None:
+def _load_draft(config: ServingConfig, target: CausalLM) -> CausalLM | None:
     if config.draft_model is None:
         return None
     from engine.models.loader import load_model
@@ -411,7 +411,7 @@ def _load_draft(config: ServingConfig, target: DecoderModel) -> DecoderModel | N
     return load_model(config.draft_model, dtype=target.dtype, device=target.device, attn_impl=config.attn_impl)
 
 
-def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> DecoderModel:
+def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
     import torch
 
     from engine.models.decoder import DecoderModel

@@ -10,8 +10,9 @@ _MODULES = {
     "batch_engine": ("ContinuousBatchingEngine", "StepStats"),
     "generation": ("LLM", "RequestOutput", "batch_generate_requests", "get_generation_backend"),
     "kv_cache": ("KVCache", "reset_all_caches"),
-    "models.decoder": ("DecoderConfig", "DecoderModel", "create_decoder_kv_caches"),
+    "models.decoder": ("CausalLM", "DecoderConfig", "DecoderModel", "create_decoder_kv_caches"),
     "models.loader": ("load_model",),
+    "models.publisher": ("push_to_hub", "save_pretrained"),
     "schemas": ("FinishReason", "GenerationRequest", "GenerationResult", "QueueFull", "SamplingParams"),
     "tokenization": ("HuggingFaceTokenizer", "SimpleCharacterTokenizer", "load_tokenizer"),
 }

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 
 from engine.digests import extend_digests, root_digest
 from engine.grammars import GRAMMAR_ERROR
 from engine.kv_cache import KVSlotPool
-from engine.models.decoder import DecoderModel
+from engine.memory import fitting_pages
+from engine.models.decoder import CausalLM
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
 from engine.scheduler import Scheduler, StepPlan
@@ -90,15 +90,15 @@ class ContinuousBatchingEngine:
     """Serves many requests with one model.
 
     max_seq_len: the context, at most the model's (the default). page_size: tokens a page, the attention backend's
-    default if None; max_seq_len makes a page a whole sequence. num_pages: None takes what `max_batch_size` whole
-    contexts need, within `memory_fraction` of the free memory. max_batched_tokens: tokens a step. depth: steps that
-    are launched before the last is committed. max_results: finished results kept until they are read. speculation:
-    who proposes tokens to verify, with gamma of them at a time or, None, as many as pay.
+    default if None; max_seq_len makes a page a whole sequence. num_pages, memory_fraction: see `fitting_pages`.
+    max_batched_tokens: tokens a step. depth: steps that are launched before the last is committed. max_results:
+    finished results kept until they are read. speculation: who proposes tokens to verify, with gamma of them at a time
+    or, None, as many as pay.
     """
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: CausalLM,
         tokenizer: Tokenizer | None,
         device: torch.device | str = "cpu",
         max_batch_size: int = 16,
@@ -116,7 +116,7 @@ class ContinuousBatchingEngine:
         memory_fraction: float = 0.9,
         max_results: int = 65536,
         speculation: Literal["off", "ngram", "draft"] = "off",
-        draft_model: DecoderModel | None = None,
+        draft_model: CausalLM | None = None,
         gamma: int | None = None,
     ) -> None:
         if depth not in (0, 1):
@@ -145,7 +145,15 @@ class ContinuousBatchingEngine:
             model.pack()
         pages_a_sequence = -(-self.max_seq_len // page_size)
         self.pool = KVSlotPool(
-            num_pages or _fitting_pages(model, page_size, pages_a_sequence, max_batch_size, memory_fraction),
+            fitting_pages(
+                model,
+                page_size,
+                max_seq_len=self.max_seq_len,
+                max_batch_size=max_batch_size,
+                max_batched_tokens=max_batched_tokens,
+                num_pages=num_pages,
+                memory_fraction=memory_fraction,
+            ),
             page_size,
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -153,7 +161,7 @@ class ContinuousBatchingEngine:
             device=self.device,
             dtype=dtype,
             enable_prefix_cache=enable_prefix_cache,
-            retention=model.config.retention,
+            retention=model.retention,
         )
         self.table = SequenceTable(max_batch_size, self.max_seq_len, pages_a_sequence, self.device)
         self.sampling = SamplingTable(max_batch_size, self.device)
@@ -187,7 +195,7 @@ class ContinuousBatchingEngine:
         self._checked = True
 
     def _make_speculator(
-        self, speculation: str, draft_model: DecoderModel | None, target: DecoderModel, gamma: int | None
+        self, speculation: str, draft_model: CausalLM | None, target: CausalLM, gamma: int | None
     ) -> Speculator | None:
         if (speculation == "draft") != (draft_model is not None):
             raise ValueError('draft_model and speculation="draft" go together')
@@ -203,7 +211,7 @@ class ContinuousBatchingEngine:
 
     @classmethod
     def from_serving_config(
-        cls, config: Any, model: DecoderModel, tokenizer: Tokenizer | None, draft_model: DecoderModel | None = None
+        cls, config: Any, model: CausalLM, tokenizer: Tokenizer | None, draft_model: CausalLM | None = None
     ) -> ContinuousBatchingEngine:
         """An engine as a ServingConfig (or anything with its attributes) describes it."""
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -738,26 +746,3 @@ def _sane_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if device.type != "cpu" or dtype == torch.float32:
         return dtype
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-
-
-def _fitting_pages(
-    model: DecoderModel, page_size: int, pages_a_sequence: int, max_batch_size: int, memory_fraction: float
-) -> int:
-    """Pages for `max_batch_size` whole contexts, or as many as the free memory allows."""
-    config = model.config
-    page_bytes = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    free = _free_memory(model.device)
-    pages = min(pages_a_sequence * max_batch_size, int(free * memory_fraction) // page_bytes)
-    if pages < pages_a_sequence:
-        raise ValueError(
-            f"the KV pool doesn't fit: one context of {pages_a_sequence * page_size} tokens takes "
-            f"{pages_a_sequence * page_bytes / 2**20:.0f} MiB, {memory_fraction:.0%} of the free "
-            f"{free / 2**20:.0f} MiB may be used; lower max_seq_len"
-        )
-    return pages
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from engine.batch_engine import NO_CHOICE, ContinuousBatchingEngine, check_request, tokenize_prompt
 from engine.kv_cache import KVCache
-from engine.models.decoder import DecoderModel, create_decoder_kv_caches
+from engine.models.decoder import CausalLM, create_decoder_kv_caches
 from engine.models.loader import as_dtype, check_tokenizer, load_generation_defaults, load_model, resolve_model
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed, gumbel_noise
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, SamplingParams, StepTokens
@@ -118,7 +118,7 @@ class EagerBackend(GenerationBackend):
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: CausalLM,
         tokenizer: Tokenizer | None = None,
         *,
         device: torch.device | str | None = None,
@@ -237,8 +237,8 @@ class SpeculativeDecodingBackend(EagerBackend):
 
     def __init__(
         self,
-        target_model: DecoderModel,
-        draft_model: DecoderModel,
+        target_model: CausalLM,
+        draft_model: CausalLM,
         gamma: int = 5,
         tokenizer: Tokenizer | None = None,
         **options: Any,
@@ -262,7 +262,7 @@ class _Draft:
     decides about acceptance and draws from residuals, so that a seed gives the same tokens again."""
 
     def __init__(
-        self, model: DecoderModel, gamma: int, sampler: Sampler, tokens: Tensor, stats: SpeculationStats
+        self, model: CausalLM, gamma: int, sampler: Sampler, tokens: Tensor, stats: SpeculationStats
     ) -> None:
         self.model, self.gamma, self.sampler, self.tokens, self.stats = model, gamma, sampler, tokens, stats
         self.caches = _caches(model, min(tokens.shape[1], model.max_seq_len))
@@ -328,7 +328,7 @@ class BatchedBackend(GenerationBackend):
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: CausalLM,
         tokenizer: Tokenizer | None = None,
         *,
         device: torch.device | str | None = None,
@@ -448,7 +448,7 @@ class RequestOutput:
 class LLM:
     """Offline inference in this process, under the names that vLLM's class has.
 
-    model: a Hugging Face folder, a hub id (at `revision`), a .gguf file, or a DecoderModel. tokenizer: the same, or a
+    model: a Hugging Face folder, a hub id (at `revision`), a .gguf file, or a CausalLM. tokenizer: the same, or a
     Tokenizer; a model that is loaded brings its own. gpu_memory_utilization: how much of the device's free memory the
     KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on
     an accelerator, 16 on a CPU. seed: makes requests without a seed repeatable. Raises ValueError.
@@ -456,7 +456,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | DecoderModel,
+        model: str | Path | CausalLM,
         tokenizer: str | Path | Tokenizer | None = None,
         *,
         dtype: str | torch.dtype = "auto",
@@ -478,7 +478,7 @@ class LLM:
         target = None if dtype == "auto" else as_dtype(dtype)
         self._defaults: dict[str, Any] = {}
         eos: list[int] = []
-        if not isinstance(model, DecoderModel):
+        if not isinstance(model, CausalLM):
             path = resolve_model(model, revision)
             self._defaults = load_generation_defaults(path)
             eos = self._defaults.pop("eos_token_ids")
@@ -587,7 +587,7 @@ def _conclude(reader: TextStream, request: GenerationRequest, result: Generation
     return rest
 
 
-def _caches(model: DecoderModel, max_seq_len: int) -> list[KVCache]:
+def _caches(model: CausalLM, max_seq_len: int) -> list[KVCache]:
     page_size = model.attention.default_page_size
     return create_decoder_kv_caches(model, 1, -(-max_seq_len // page_size) * page_size)
 

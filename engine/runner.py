@@ -16,7 +16,7 @@ import torch
 
 from engine.attention import PackedBatch
 from engine.kv_cache import KVSlotPool
-from engine.models.decoder import DecoderModel
+from engine.models.decoder import CausalLM
 from engine.sampling import Sampled, Sampler
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
@@ -74,7 +74,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: CausalLM,
         pool: KVSlotPool,
         table: SequenceTable,
         sampler: Sampler,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.kv_cache import KVSlotPool
-from engine.models.decoder import DecoderModel
+from engine.models.decoder import CausalLM
 from engine.runner import ModelRunner
 from engine.sampling import Sampler, SamplingTable, Vocabulary
 from engine.scheduler import StepPlan
@@ -73,8 +73,8 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        model: DecoderModel,
-        target: DecoderModel,
+        model: CausalLM,
+        target: CausalLM,
         table: SequenceTable,
         sampling: SamplingTable,
         vocabulary: Vocabulary,

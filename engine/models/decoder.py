@@ -7,6 +7,7 @@ is a thin front on it, and without caches the same layers run as an ordinary dif
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import ATTENTION, PackedBatch, rotate
+from engine.attention import ATTENTION, AttentionBackend, PackedBatch, rotate
 from engine.kv_cache import KVCache
-from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding
+from engine.models.layers import MLPS, PackedLinear, RMSNorm, RotaryEmbedding, check_rope_scaling, packed
 
 
 @dataclass(slots=True)
@@ -65,6 +66,8 @@ class DecoderConfig:
             self.intermediate_size = math.ceil(width / 64) * 64
         if self.window_size is not None and self.window_size < 1:
             raise ValueError(f"window_size must be at least 1, got {self.window_size}")
+        if self.rope_scaling is not None:
+            self.rope_scaling = check_rope_scaling(self.rope_scaling, self.max_seq_len)
 
     def layer_window(self, layer: int) -> int | None:
         if self.window_layers is not None and layer not in self.window_layers:
@@ -109,7 +112,8 @@ class Attention(nn.Module):
         self.backend = ATTENTION.create(config.attn_impl)
 
     def pack(self) -> None:
-        self.qkv_proj, self.o_proj = PackedLinear(self.q_proj, self.k_proj, self.v_proj), PackedLinear(self.o_proj)
+        self.qkv_proj = PackedLinear(self.q_proj, self.k_proj, self.v_proj)
+        self.o_proj = packed(self.o_proj)
         del self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x: Tensor, step: _Step, pages: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -160,77 +164,53 @@ class _Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class DecoderModel(nn.Module):
-    """A decoder language model. Parameter names are those of Hugging Face's Llama.
+class CausalLM(nn.Module, ABC):
+    """What an engine needs of a model: a user's own subclass is served, trained and speculated with like DecoderModel.
 
-    Keyword arguments are the fields of `DecoderConfig`; each has a default.
+    Its constructor sets the attributes below; `hidden_states` and `logits` are all that must be written.
     """
 
-    def __init__(self, *, num_kv_heads: int | None = None, **config: Any) -> None:
-        super().__init__()
-        try:
-            self.config = DecoderConfig(num_kv_heads=num_kv_heads or 0, **config)
-        except TypeError as error:
-            raise ValueError(f"DecoderModel: {error}") from None
-        self._build()
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int  # tokens
+    attention: AttentionBackend  # ATTENTION.create(name)
+    retention: int | None = None  # how many of the last tokens the widest layer sees; None: all
+    packed = False
+    generation_config: dict[str, Any] | None = None  # generation_config.json of the checkpoint it came from
 
     @classmethod
-    def from_config(cls, config: DecoderConfig) -> DecoderModel:
-        model = cls.__new__(cls)
-        nn.Module.__init__(model)
-        model.config = config
-        model._build()
-        return model
+    def from_checkpoint(
+        cls, config: dict[str, Any], *, attn_impl: str, mlp_impl: str, max_seq_len: int | None
+    ) -> CausalLM:
+        """The model of a config.json, for `load_model`, which calls this on the meta device and then replaces every
+        tensor of `state_dict` by the checkpoint's of that name. ValueError: the class can't express it."""
+        raise ValueError(f"{cls.__name__} can't be loaded from files: it has no from_checkpoint")
 
-    def _build(self) -> None:
-        config = self.config
-        self.model = _Body(config)
-        self.packed = False
-        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.rotary = RotaryEmbedding(config)
-
-    num_layers = property(lambda self: self.config.num_layers)
-    num_heads = property(lambda self: self.config.num_heads)
-    num_kv_heads = property(lambda self: self.config.num_kv_heads)
-    hidden_size = property(lambda self: self.config.hidden_size)
-    head_dim = property(lambda self: self.config.head_dim)
-    vocab_size = property(lambda self: self.config.vocab_size)
-    max_seq_len = property(lambda self: self.config.max_seq_len)
-    dtype = property(lambda self: self.model.embed_tokens.weight.dtype)
-    device = property(lambda self: self.model.embed_tokens.weight.device)
-
-    @property
-    def attention(self) -> Any:
-        """The attention backend of the layers."""
-        return self.model.layers[0].self_attn.backend
-
-    def pack(self) -> None:
-        """Fuse and lay out the weights for inference, for good: the model can't be trained, saved or converted
-        afterwards."""
-        if self.packed:
-            return
-        for module in list(self.model.modules()):
-            if isinstance(pack := getattr(module, "pack", None), MethodType):
-                pack()
-        self.lm_head = PackedLinear(self.lm_head)
-        self.packed = True
-
+    @abstractmethod
     def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
-        """Final hidden states [T, hidden_size] of packed tokens [T]; with pages, writes the run's keys and values."""
-        layers = self.model.layers
-        plans = {w: self.attention.plan(batch, w) for w in {layer.self_attn.window for layer in layers}}
-        step = _Step(batch, plans, *self.rotary.rows(batch.positions))
-        # the residual stream is fp32 whatever the weights are: it halves the error of bf16 and costs next to nothing
-        x, delta = self.model.embed_tokens(input_ids).float(), None
-        for index, layer in enumerate(layers):
-            x, delta = layer(x, delta, step, pages[index] if pages is not None else None)
-        return self.model.norm.add(x, delta)[1]
+        """Final hidden states [T, hidden_size] of packed tokens [T].
 
+        Every layer attends by `attention`: `plan(batch, window)` once for all layers of a window; then, a layer,
+        `write` of the run's keys and values into its pages, and `attend` to them (without pages: to the run's own).
+        """
+
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size]."""
-        return self.lm_head(hidden)
+
+    def pack(self) -> None:
+        """Lay out the weights for inference, for good; an engine does so in half precision."""
+        self.packed = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def forward(
         self,
@@ -273,8 +253,78 @@ class DecoderModel(nn.Module):
         return self.logits(hidden).unflatten(0, (batch_size, length)), kv_caches
 
 
+class DecoderModel(CausalLM):
+    """A decoder language model. Parameter names are those of Hugging Face's Llama.
+
+    Keyword arguments are the fields of `DecoderConfig`; each has a default.
+    """
+
+    def __init__(self, *, num_kv_heads: int | None = None, **config: Any) -> None:
+        super().__init__()
+        try:
+            self.config = DecoderConfig(num_kv_heads=num_kv_heads or 0, **config)
+        except TypeError as error:
+            raise ValueError(f"DecoderModel: {error}") from None
+        self._build()
+
+    @classmethod
+    def from_config(cls, config: DecoderConfig) -> DecoderModel:
+        model = cls.__new__(cls)
+        nn.Module.__init__(model)
+        model.config = config
+        model._build()
+        return model
+
+    @classmethod
+    def from_checkpoint(
+        cls, config: dict[str, Any], *, attn_impl: str, mlp_impl: str, max_seq_len: int | None
+    ) -> DecoderModel:
+        from engine.models.families import decoder_config
+
+        decoder = decoder_config(config, max_seq_len)
+        decoder.attn_impl, decoder.mlp_impl = attn_impl, mlp_impl
+        return cls.from_config(decoder)
+
+    def _build(self) -> None:
+        config = self.config
+        self.vocab_size, self.hidden_size, self.max_seq_len = config.vocab_size, config.hidden_size, config.max_seq_len
+        self.num_layers, self.num_heads = config.num_layers, config.num_heads
+        self.num_kv_heads, self.head_dim, self.retention = config.num_kv_heads, config.head_dim, config.retention
+        self.model = _Body(config)
+        self.attention = self.model.layers[0].self_attn.backend
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rotary = RotaryEmbedding(config)
+        self.merged_adapter: Any = None  # what `merge_lora` put into the weights
+
+    def pack(self) -> None:
+        """Fuse and lay out the weights for inference, for good: the model can't be trained, saved or converted
+        afterwards."""
+        if self.packed:
+            return
+        for module in list(self.model.modules()):
+            if isinstance(pack := getattr(module, "pack", None), MethodType):
+                pack()
+        self.lm_head = packed(self.lm_head)
+        super().pack()
+
+    def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
+        layers = self.model.layers
+        plans = {w: self.attention.plan(batch, w) for w in {layer.self_attn.window for layer in layers}}
+        step = _Step(batch, plans, *self.rotary.rows(batch.positions))
+        # the residual stream is fp32 whatever the weights are: it halves the error of bf16 and costs next to nothing
+        x, delta = self.model.embed_tokens(input_ids).float(), None
+        for index, layer in enumerate(layers):
+            x, delta = layer(x, delta, step, pages[index] if pages is not None else None)
+        return self.model.norm.add(x, delta)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+
 def create_decoder_kv_caches(
-    model: DecoderModel, batch_size: int, max_seq_len: int | None = None, dtype: torch.dtype | None = None
+    model: CausalLM, batch_size: int, max_seq_len: int | None = None, dtype: torch.dtype | None = None
 ) -> list[KVCache]:
     """One cache a layer of the model, none sharing storage."""
     return KVCache.from_model_config(

@@ -57,18 +57,43 @@ class RotaryEmbedding:
         return (cos, sin) if self._factor == 1 else (cos * self._factor, sin * self._factor)
 
 
+# The rope scalings that are known, with the keys they need.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),  # Chen et al. 2023
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),  # Peng et al. 2023
+}
+
+
+def check_rope_scaling(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any] | None:
+    """Hugging Face's rope parameters, the type as `rope_type`; None for the default type.
+
+    Raises ValueError for a type that isn't known, which it names, or lacks a key.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _ROPE_KEYS:
+        raise ValueError(f"rope scaling {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}")
+    for key in _ROPE_KEYS[kind]:
+        if not isinstance(scaling.get(key), (int, float)) or not scaling[key] > 0:
+            raise ValueError(f"rope scaling {kind!r} needs {key} above 0, got {scaling.get(key)!r}")
+    if kind == "default":
+        return None
+    original = {"original_max_position_embeddings": max_seq_len} if kind == "yarn" else {}
+    return original | {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": kind}
+
+
 def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [head_dim / 2] and the factor on cos and sin, for the scaling that the config names.
 
-    `rope_scaling` has Hugging Face's keys; types default, linear (Chen et al. 2023), llama3 (Llama 3.1) and yarn
-    (Peng et al. 2023). Raises ValueError that names any other type.
+    Dynamic NTK scaling changes them with the length of the sequence, from max_seq_len on: up to there, which is as far
+    as a sequence gets here, it is no scaling at all.
     """
     dim, base = config.head_dim, config.rope_theta
     inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    scaling: dict[str, Any] = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return inverse, 1.0
+    scaling: dict[str, Any] = config.rope_scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
     if kind == "linear":
         return inverse / scaling["factor"], 1.0
     if kind == "llama3":
@@ -78,13 +103,12 @@ def rope_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * inverse / factor + smooth * inverse, 1.0
     if kind == "yarn":
-        return _yarn(inverse, dim, base, scaling, config.max_seq_len)
-    raise ValueError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
+        return _yarn(inverse, dim, base, scaling)
+    return inverse, 1.0
 
 
-def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any], max_seq_len: int) -> tuple[Tensor, float]:
-    factor = scaling["factor"]
-    original = scaling.get("original_max_position_embeddings") or max_seq_len
+def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -124,6 +148,14 @@ class PackedLinear(nn.Module):
         return F.linear(x, self.packed, self.bias)
 
 
+def packed(linear: Any) -> nn.Module:
+    """A linear, packed; a module that has one inside packs that."""
+    if isinstance(linear, nn.Linear):
+        return PackedLinear(linear)
+    linear.linear = packed(linear.linear)
+    return linear
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the SwiGLU of Shazeer 2020."""
 
@@ -135,7 +167,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj: PackedLinear | None = None
 
     def pack(self) -> None:
-        self.gate_up_proj, self.down_proj = PackedLinear(self.gate_proj, self.up_proj), PackedLinear(self.down_proj)
+        self.gate_up_proj, self.down_proj = PackedLinear(self.gate_proj, self.up_proj), packed(self.down_proj)
         del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from engine.attention import ATTENTION, PackedBatch
 from engine.attention.sdpa import SDPAttention
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.models.decoder import DecoderModel, create_decoder_kv_caches
+from engine.models.families import decoder_config
 from engine.models.layers import MLPS, GatedMLP
-from engine.models.loader import decoder_config
 from engine.schemas import GenerationRequest
 from tests.engine import ragged
 from tests.engine.oracle import tiny_model

@@ -187,7 +187,6 @@ def test_gradients_reach_loaded_weights(folder: Path) -> None:
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised .* \(awq\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised .* \(fp8\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, "8 is not divisible by num_kv_heads 3"),
         ({"hidden_size": "wide"}, "hidden_size"),

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from engine.schemas import SamplingParams
@@ -26,13 +26,8 @@ from engine.tokenization import (
     Tokenizer,
     load_tokenizer,
 )
+from tests.engine.made_tokenizers import CORPUS, byte_level_tokenizer, sentencepiece_tokenizer
 
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog, again and again.",
-    "Grüße aus München! 東京は日本の首都です。 👩‍👩‍👧 naïve café",
-    "def add(a, b):\n    return a + b  # 3.14\n",
-    "the the the dog dog fox fox over over",
-] * 3
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 TEXT = st.text(
     st.sampled_from("abc the.\n\té漢字👩\u200d👧e\u0301🇩🇪 ") | st.characters(exclude_categories=["Cs"]), max_size=30
@@ -47,37 +42,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 USER = [{"role": "user", "content": "Hi"}]
-
-
-def _byte_level() -> PreTrainedTokenizerFast:
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|begin|>", "<|end|>", "<|stop|>", "<|quit|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    fast.train_from_iterator(CORPUS, trainer)
-    fast.add_tokens([AddedToken("<tool call>", normalized=False), AddedToken("<äö>", normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|end|>", add_bos_token=True
-    )
-
-
-def _sentencepiece() -> LlamaTokenizer:
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.Metaspace()
-    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=specials, limit_alphabet=40, initial_alphabet=["▁"], show_progress=False
-    )
-    fast.train_from_iterator(CORPUS, trainer)
-    model = json.loads(fast.to_str())["model"]
-    return LlamaTokenizer(
-        vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]], add_bos_token=True, pad_token="</s>"
-    )
 
 
 def _unigram() -> PreTrainedTokenizerFast:
@@ -98,7 +62,12 @@ def _words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="<eos>")
 
 
-MADE = {"byte_level": _byte_level, "sentencepiece": _sentencepiece, "unigram": _unigram, "words": _words}
+MADE = {
+    "byte_level": byte_level_tokenizer,
+    "sentencepiece": sentencepiece_tokenizer,
+    "unigram": _unigram,
+    "words": _words,
+}
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,107 @@
+"""How many KV pages fit beside the weights and what a forward takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+import torch
+
+from engine.attention import PackedBatch
+from engine.models.decoder import CausalLM
+
+
+def fitting_pages(
+    model: CausalLM,
+    page_size: int,
+    *,
+    max_seq_len: int,
+    max_batch_size: int,
+    max_batched_tokens: int,
+    num_pages: int | None = None,
+    memory_fraction: float = 0.9,
+) -> int:
+    """`num_pages`, or None: pages for `max_batch_size` whole contexts, or as many as there is memory for.
+
+    That is `memory_fraction` of the device's free memory, less what the largest forward takes at its peak, which is
+    measured by one. Raises ValueError with the numbers when there is less than `num_pages`, or than one context, need.
+    """
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction}")
+    page_bytes = 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    one = -(-max_seq_len // page_size)
+    wanted, least = (num_pages, num_pages) if num_pages else (one * max_batch_size, one)
+    free = _free_memory(model.device)
+    allowed = int(free * memory_fraction)
+    # A CPU's forward is slow, and a pool that leaves half of the memory leaves enough for it.
+    enough = model.device.type == "cpu" and 2 * wanted * page_bytes <= allowed
+    forward = 0
+    if least * page_bytes <= allowed and not enough:
+        forward = _forward_memory(model, page_size, max_seq_len, max_batch_size, max_batched_tokens)
+    pages = min(wanted, max(0, allowed - forward) // page_bytes)
+    if pages < least:
+        what = f"{num_pages} pages" if num_pages else f"one context of {one * page_size} tokens"
+        also = f" and a forward of {max_batched_tokens} tokens takes {_mib(forward)}" if forward else ""
+        raise ValueError(
+            f"the KV pool doesn't fit: {what} need {_mib(least * page_bytes)}, {memory_fraction:.0%} of the free "
+            f"{_mib(free)} may be used{also}: lower {'num_pages' if num_pages else 'max_seq_len'} or max_batched_tokens"
+        )
+    return pages
+
+
+def _forward_memory(model: CausalLM, page_size: int, max_seq_len: int, rows: int, tokens: int) -> int:
+    """Bytes at the peak of a forward of `tokens` tokens at the end of whole contexts, with the logits of `rows`."""
+    count = min(tokens, max_seq_len)
+    runs = min(rows, -(-tokens // count))
+    # all pages of all layers are one and the same
+    storage = torch.zeros(2, 1, page_size, model.num_kv_heads, model.head_dim, dtype=model.dtype, device=model.device)
+    table = np.zeros((runs, -(-max_seq_len // page_size)), np.int32)
+    starts, counts = np.full(runs, max_seq_len - count), np.full(runs, count)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        batch = PackedBatch.paged(table, page_size, starts, counts, model.device)
+        ids = torch.zeros(runs * count, dtype=torch.long, device=model.device)
+        hidden = model.hidden_states(ids, batch, [(storage[0], storage[1])] * model.num_layers)
+        model.logits(hidden[:rows]).float()
+
+    return _peak_memory(forward, model.device)
+
+
+def _peak_memory(run: Callable[[], None], device: torch.device) -> int:
+    """Bytes that `run` takes at its peak, beyond what was taken before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()
+        return peak - before
+    process, done = psutil.Process(), threading.Event()
+    seen = [process.memory_info().rss]
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        run()
+    finally:
+        done.set()
+        watcher.join()
+    return max(seen) - seen[0]
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
