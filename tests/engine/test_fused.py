@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
 
-from engine import fused
+from engine import fused, sampling
 from engine.sampling import gumbel_noise
+from tests.engine.test_sampling import sampled_rows, test_every_row_is_the_oracles
+
+judge = test_every_row_is_the_oracles.hypothesis.inner_test  # type: ignore[attr-defined]
+del test_every_row_is_the_oracles
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
@@ -52,3 +59,11 @@ def test_choose(vocab: int) -> None:
     expected[0], expected[1:4] = 11, -2
     got = fused.choose(scores, row_ids, temperatures, seeds, positions, -2)
     assert got.tolist() == expected.tolist()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(case=sampled_rows())
+def test_sampler(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
+    """As the sampler's own test, by the fused choice."""
+    monkeypatch.setattr(sampling, "has_triton", lambda device: True)
+    judge(case)

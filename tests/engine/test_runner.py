@@ -1,0 +1,139 @@
+"""Graphs of forwards, with a stand-in for CUDA's: it keeps a function of fixed buffers and calls it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine import sampling
+from engine.batch_engine import ContinuousBatchingEngine
+from engine.models import layers
+from engine.runner import graph_sizes
+from engine.schemas import GenerationRequest
+from tests.engine.oracle import Reference, tiny_model
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.replays: list[int] = []  # tokens of each
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        output = run().clone()
+
+        def replay() -> None:
+            self.replays.append(len(output))
+            output.copy_(run())
+
+        return output, replay
+
+
+def engine_of(graphs: Recorder | None = None, window: int | None = None, **options: Any) -> ContinuousBatchingEngine:
+    model = tiny_model(window_size=window, attn_impl="triton")
+    engine = ContinuousBatchingEngine(model, None, **({"max_batch_size": 2} | options))
+    if graphs is not None:
+        assert engine._runner is not None and not engine._runner.graphs
+        engine._runner.capture(graphs)
+    return engine
+
+
+def requests(**params: Any) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=torch.randint(0, 64, (length,), generator=generator).tolist(),
+            max_new_tokens=count,
+            seed=i,
+            **params,
+        )
+        for i, (length, count) in enumerate(((3, 4), (20, 6), (1, 8), (12, 3), (9, 1)))
+    ]
+
+
+def test_sizes() -> None:
+    assert graph_sizes(1) == [1, 2, 3, 4, 6, 8]
+    assert graph_sizes(3)[-1] == 24
+    assert graph_sizes(256)[-1] == graph_sizes(64)[-1] == 512
+    for sizes in map(graph_sizes, range(1, 300)):
+        assert all(a < b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "params"),
+    [
+        (None, {"depth": 1}, {"temperature": 0}),
+        (5, {"depth": 0, "page_size": 4}, {"temperature": 1.0, "logprobs": 1}),
+        (None, {"depth": 1, "speculation": "ngram", "gamma": 3}, {"temperature": 0}),
+    ],
+)
+def test_tokens_are_those_of_the_reference(window: int | None, options: dict[str, Any], params: dict[str, Any]) -> None:
+    reference = Reference(tiny_model(window_size=window), None)
+    graphs = Recorder()
+    engine = engine_of(graphs, window, **options)
+    todo = requests(**params)
+    for request in todo:
+        engine.add_request(request)
+    while engine.scheduler.has_pending_work:
+        engine.step()
+        engine.pool.check()
+    for request in todo:
+        result = engine.result(request.request_id)
+        assert result is not None
+        reference.check(request, result)
+    reference.check_rate()
+    assert any(size > 2 for size in graphs.replays) and len(graphs.replays) > 5
+    assert engine.stats().steps > len(graphs.replays)  # a whole long prompt is no graph's
+
+
+def test_padding_is_written_nowhere() -> None:
+    """Step by step the pool is that of an engine without graphs, the places that nobody has written to included."""
+    graphs = Recorder()
+    engines = [engine_of(graphs, depth=0), engine_of(depth=0)]
+    for engine in engines:
+        for request in requests(temperature=0):
+            engine.add_request(request)
+    while engines[0].scheduler.has_pending_work:
+        for engine in engines:
+            engine.step()
+        ours, plain = (engine.pool.kv for engine in engines)
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+        assert ((ours == 0) == (plain == 0)).all()
+    assert any(size > 4 for size in graphs.replays) and (engines[0].pool.kv == 0).any()
+
+
+def test_fused_kernels_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that runs on CUDA but for the graphs' capture: packed weights, fused norms, gates and choices."""
+    for module in (layers, sampling):
+        monkeypatch.setattr(module, "has_triton", lambda device: True)
+    reference = Reference(tiny_model(), None)
+    model = tiny_model(attn_impl="triton")
+    model.pack()
+    engine = ContinuousBatchingEngine(model, None, max_batch_size=2)
+    assert engine._runner is not None
+    engine._runner.capture(Recorder())
+    todo = [
+        request.model_copy(update=changes)
+        for request, changes in zip(
+            requests(),
+            (
+                {"temperature": 0.0},
+                {"temperature": 1.0},
+                {"temperature": 0.8, "top_k": 5},
+                {"temperature": 1.0, "logprobs": 2},
+                {"temperature": 0.0, "frequency_penalty": 1.0},
+            ),
+            strict=True,
+        )
+    ]
+    for request in todo:
+        engine.add_request(request)
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    for request in todo:
+        result = engine.result(request.request_id)
+        assert result is not None
+        reference.check(request, result)
+    reference.check_rate()
