@@ -224,3 +224,16 @@ async def test_what_serve_would_tell_anybody_is_not_told() -> None:
         assert sent[-2]["status"] == 404
     await HeadersMiddleware(app)({"type": "websocket", "path": "/-/routes", "headers": []}, receive, send)
     assert sent[-1]["type"] == "websocket.close"
+
+
+async def test_a_key_says_how_early_its_requests_may_run() -> None:
+    guarded = ScriptedRouter(api_key=KEY, api_keys={"batch": 10, "vip": -5})
+    async with http(guarded) as client:
+        for key, priority in [("batch", None), ("batch", -100), ("batch", 20), ("vip", None), (KEY, -100), (KEY, None)]:
+            body = {"prompt": "x", **({} if priority is None else {"priority": priority})}
+            for path in ("/v1/completions", "/generate"):
+                answer = await client.post(path, json=body, headers={"x-api-key": key.encode()})
+                assert answer.status_code == 200
+        assert (await client.post("/generate", json=body, headers={"x-api-key": b"bat"})).status_code == 403
+    assert [request.priority for request in guarded.requests[::2]] == [10, 10, 20, -5, -100, 0]
+    assert [request.priority for request in guarded.requests[1::2]] == [10, 10, 20, -5, -100, 0]

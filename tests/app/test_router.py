@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -323,12 +325,120 @@ async def test_a_dead_engine_thread_is_unhealthy_and_its_requests_move(router: R
         engines.replicas["a"].check_health()
 
 
-async def test_seeds_are_drawn_at_admission(router: Router, engines: LocalEngines) -> None:
+async def test_a_seed_follows_from_the_request_id(router: Router, engines: LocalEngines) -> None:
     engine = engines.add("a")
-    for _ in range(2):
-        await (await router.open(request(seed=None))).collect()
-    seeds = [each.seed for each in engine.added]
-    assert None not in seeds and seeds[0] != seeds[1]
+    for request_id in ("one", "two", "one"):
+        await (await router.open(request(seed=None, request_id=request_id))).collect()
+    first, second, retry = [each.seed for each in engine.added]
+    assert None not in (first, second) and first != second and first == retry
+
+
+async def test_an_engine_without_a_step_loses_its_requests(router: Router, engines: LocalEngines) -> None:
+    router.config = engines.config.model_copy(update={"step_timeout": 0.3})
+    stuck = engines.add("a", FakeEngine(step_time=0.01))
+    asked = request(max_new_tokens=100)
+    generation = await router.open(asked)
+    stuck.gate.clear()  # its process lives and its pump beats
+    engines.add("b")
+    assert (await generation.collect()).token_ids == expected_tokens(asked)
+    assert failovers(router) == 1
+    assert not router._links["a"].is_usable
+    for _ in range(3):
+        await (await router.open(request())).collect()
+    assert len(engines.engine("b").added) == 4
+    stuck.gate.set()
+    await wait_until(lambda: router._links["a"].is_usable and not stuck.rows)
+
+
+async def test_a_request_that_kills_replicas_ends_with_one_error(router: Router, engines: LocalEngines) -> None:
+    transport = httpx.ASGITransport(build_asgi_app(router))
+    engines.add("0", FakeEngine(step_time=0.01))
+    await wait_until(lambda: router.ready)
+    killed = 0
+
+    async def killer() -> None:
+        nonlocal killed
+        while True:
+            await wait_until(lambda: any(engines.engine(name).rows for name in engines.replicas))
+            await asyncio.sleep(0.05)
+            [name] = engines.replicas
+            engines.kill(name)
+            killed += 1
+            engines.add(str(killed), FakeEngine(step_time=0.01))
+
+    task = asyncio.create_task(killer())
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
+        body = {"prompt": "deadly", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+    task.cancel()
+    events = [line for line in answer.text.splitlines() if line]
+    assert killed == 5
+    assert [line for line in events if '"error"' in line] == events[-1:]
+    assert "5 attempts were lost with their replicas" in events[-1]
+
+
+async def test_sessions_stay_on_their_replica(router: Router, engines: LocalEngines) -> None:
+    for name in "abc":
+        engines.add(name)
+    await wait_until(lambda: len([link for link in router._links.values() if link.is_usable]) == 3)
+    transport = httpx.ASGITransport(build_asgi_app(router))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
+        for i in range(40):
+            headers = {"x-session-id": f"session {i % 10}"}
+            body = {"prompt": f"{i % 10}", "max_new_tokens": 2, "request_id": f"{i}"}
+            assert (await client.post("/generate", json=body, headers=headers)).status_code == 200
+    homes = [{tuple(each.prompt_ids or []) for each in engines.engine(name).added} for name in "abc"]
+    assert sum(map(len, homes)) == 10
+    assert all(homes)
+
+
+async def test_whoever_is_turned_away_is_told_of_another_place(router: Router, engines: LocalEngines) -> None:
+    engines.add("a", FakeEngine(limit=4, step_time=0.01))
+    await wait_until(lambda: router.ready)
+    for _ in range(6):
+        await (await router.open(request(max_new_tokens=20))).collect()
+    opened = [await router.open(request(max_new_tokens=200)) for _ in range(4)]
+    waits = []
+    for _ in range(20):
+        with pytest.raises(Overloaded) as refused:
+            await router.open(request())
+        waits.append(refused.value.retry_after)
+    assert waits == sorted(waits) and waits[0] == 1 and 2 <= waits[-1] <= 60  # some 0.2 s each
+    for generation in opened:
+        await generation.aclose()
+
+
+async def test_a_slow_reader_holds_nobody_back_and_is_cut_off(
+    router: Router, engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ingress.WRITE_SECONDS", 0.5)
+    engine = engines.add("a", FakeEngine(step_time=0.005))
+    await wait_until(lambda: router.ready)
+    app = build_asgi_app(router)
+    body = json.dumps({"prompt": "slow", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    taken: list[Any] = []
+    gone = asyncio.Event()
+    parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        if (part := next(parts, None)) is not None:
+            return part
+        await gone.wait()
+
+    async def send(message: Any) -> None:
+        taken.append(message)
+        if len(taken) > 2:
+            await gone.wait()  # a full socket
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    slow = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+    await wait_until(lambda: len(taken) > 2)
+    asked = request(max_new_tokens=50)
+    assert (await (await router.open(asked)).collect()).token_ids == expected_tokens(asked)
+    await asyncio.wait([slow], timeout=5)
+    assert slow.done() and slow.exception() is None
+    assert len(taken) == 3
+    await wait_until(lambda: not router._live and not engine.rows)
 
 
 async def test_metrics_of_all_processes_come_together(router: Router, engines: LocalEngines) -> None:

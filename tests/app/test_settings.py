@@ -55,6 +55,17 @@ def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ServingConfig.from_options({"model": "x"})
 
 
+def test_further_keys_and_their_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_SERVING_API_KEYS", '{"batch-key": 10}')
+    config = ServingConfig.from_options({"model": "x", "api_key": "main"})
+    assert config.keys() == {"main": None, "batch-key": 10}
+    assert "batch-key" not in repr(config) + str(config) + config.model_dump_json()
+    with pytest.raises(ConfigError, match="api_keys needs api_key"):
+        ServingConfig.from_options({"model": "x"})
+    with pytest.raises(ConfigError, match="api_keys: a priority lies in -1000..1000"):
+        ServingConfig.from_options({"model": "x", "api_key": "main", "api_keys": {"a": 1001}})
+
+
 def test_the_key_is_never_shown_and_an_empty_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServingConfig.from_options({"model": "x", "api_key": "hush-hush"})
     assert "hush-hush" not in repr(config) + str(config) + config.model_dump_json()

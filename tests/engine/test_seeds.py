@@ -190,6 +190,24 @@ def test_what_add_request_refuses(model, tokenizer) -> None:
     assert not engine.abort("unknown")
 
 
+def test_the_queue_is_bounded_in_tokens(model, tokenizer) -> None:
+    engine = make_engine(model, tokenizer, max_queued_tokens=40)
+    asked = [GenerationRequest(request_id=str(i), prompt="a" * 25, max_new_tokens=4) for i in range(4)]
+    engine.add_request(asked[0])  # however long, where nothing waits
+    with pytest.raises(QueueFull, match="tokens are waiting, the bound is 40"):
+        engine.add_request(asked[1])
+    waiting = engine.backlog()[0]
+    assert 25 <= waiting <= 40
+    engine.step()
+    assert engine.backlog()[0] == 0
+    engine.add_request(asked[1])
+    engine.abort("1")
+    engine.add_request(GenerationRequest(request_id="short", prompt="a" * (40 - waiting - 2), max_new_tokens=1))
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    assert engine.backlog() == (0, engine.pool.num_pages)
+
+
 def test_duplicate_live_id(model, tokenizer) -> None:
     engine = make_engine(model, tokenizer)
     engine.add_request(GenerationRequest(request_id="a", prompt="a", max_new_tokens=1))
