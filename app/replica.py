@@ -372,7 +372,7 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
         "page_size": stats.page_size,
         "num_pages": stats.total_pages,
         "attn_impl": config.attn_impl,
-        "mlp_impl": getattr(model.config, "mlp_impl", "mlp"),
+        "mlp_impl": config.mlp_impl,
         "generation_backend": config.generation_backend,
         "enable_prefix_cache": config.enable_prefix_cache,
         "use_paged_attention": config.use_paged_attention,
@@ -423,7 +423,13 @@ def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.model != DUMMY_MODEL:
         model = load_model(
-            config.model, dtype=dtype, device=device, attn_impl=config.attn_impl, revision=config.revision
+            config.model,
+            dtype=dtype,
+            device=device,
+            attn_impl=config.attn_impl,
+            mlp_impl=config.mlp_impl,
+            revision=config.revision,
+            model_class=config.model_class or DecoderModel,
         )
         check_tokenizer(model, tokenizer)
         return model
@@ -436,5 +442,6 @@ def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
         num_kv_heads=2,
         max_seq_len=config.max_model_len or 2048,
         attn_impl=config.attn_impl,
+        mlp_impl=config.mlp_impl,
     )
     return model.to(device=device, dtype=dtype or torch.float32).eval()

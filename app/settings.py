@@ -40,7 +40,9 @@ class ServingConfig(BaseSettings):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda)(:\d+)?$", description="auto, cpu or cuda")
-    attn_impl: str = Field("mha", description="attention backend, a name in the engine's registry")
+    attn_impl: str = Field("mha", description="attention backend: a registered name, or package.module:factory")
+    mlp_impl: str = Field("mlp", description="MLP: a registered name, or package.module:factory")
+    model_class: str | None = Field(None, description="package.module:Class of your own model, an engine.CausalLM")
     generation_backend: Literal["batched", "eager"] = Field("batched", description="eager: one request at a time")
 
     max_model_len: int | None = Field(None, ge=1, description="context in tokens; default: the model's")
@@ -51,7 +53,10 @@ class ServingConfig(BaseSettings):
     request_timeout: float = Field(600.0, gt=0, description="seconds from arrival to 504")
     use_paged_attention: bool = Field(True, description="off: one page of max_model_len a sequence")
     page_size: int | None = Field(None, ge=1, description="tokens in a KV page; default: the attention backend's")
-    num_pages: int | None = Field(None, ge=1, description="KV pages; default: max_batch_size whole contexts")
+    num_pages: int | None = Field(
+        None, ge=1, description="KV pages; default: max_batch_size whole contexts, or what fits"
+    )
+    memory_fraction: float = Field(0.9, gt=0, le=1, description="of the free memory, for KV pages and a step's forward")
     enable_prefix_cache: bool = True
     depth: int = Field(1, ge=0, le=1, description="steps launched ahead of the one being committed")
 
@@ -123,6 +128,8 @@ class ServingConfig(BaseSettings):
             raise ValueError("api_keys: a priority lies in -1000..1000")
         if self.gamma is not None and self.speculation == "off":
             raise ValueError("gamma needs speculation ngram or draft")
+        if self.model_class is not None and self.model == DUMMY_MODEL:
+            raise ValueError("model_class needs a model with weights, not dummy")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
             raise ValueError(
                 "max_batch_size above 1 needs generation_backend batched: eager runs one request at a time"

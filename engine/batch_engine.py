@@ -226,6 +226,7 @@ class ContinuousBatchingEngine:
             None if config.dtype == "auto" else getattr(torch, config.dtype),
             page_size=config.page_size if config.use_paged_attention else max_seq_len,
             num_pages=config.num_pages,
+            memory_fraction=config.memory_fraction,
             max_batched_tokens=config.max_batched_tokens,
             depth=config.depth,
             enable_prefix_cache=config.enable_prefix_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,8 +126,16 @@ def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mappin
 T = TypeVar("T")
 
 
+def imported(kind: str, path: str) -> Any:
+    """What `package.module:name` names. Raises ValueError when it can't be imported."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{kind} {path!r} can't be imported: {error}") from error
+
+
 class Registry(Generic[T]):
-    """Names and the factories behind them; a user may add to it."""
+    """Names and the factories behind them; a user may add to it, or name a factory as `package.module:name`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -137,6 +146,9 @@ class Registry(Generic[T]):
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> T:
         """Raises ValueError that lists the known names."""
+        if ":" in name:
+            factory: Callable[..., T] = imported(self.kind, name)
+            return factory(*args, **kwargs)
         if name not in self._factories:
             raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(sorted(self._factories))}")
         return self._factories[name](*args, **kwargs)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.attention import imported
 from engine.models.decoder import CausalLM, DecoderModel
 from engine.models.gguf import GGUFCheckpoint
 from engine.schemas import SamplingParams
@@ -91,17 +92,21 @@ def load_model(
     revision: str | None = None,
     token: str | None = None,
     max_seq_len: int | None = None,
-    model_class: type[CausalLM] = DecoderModel,
+    model_class: type[CausalLM] | str = DecoderModel,
 ) -> CausalLM:
     """The model of a Hugging Face folder, a hub id (with `revision` and `token`) or a .gguf file, in eval mode.
 
-    `dtype` None keeps the checkpoint's (bf16 for GGUF). `max_seq_len` lowers the context. `model_class` is built by its
-    `from_checkpoint`. Tensors go from disk to the device one by one. ValueError names what is wrong: an architecture
-    that isn't known, a quantised or mixture-of-experts checkpoint, tensors that are missing, unexpected or of another
-    shape.
+    `dtype` None keeps the checkpoint's (bf16 for GGUF). `max_seq_len` lowers the context. `model_class`, a CausalLM
+    or its `package.module:name`, is made by its `from_checkpoint`. Tensors go from disk to the device one by one.
+    ValueError names what is wrong: an architecture that isn't known, a quantised or mixture-of-experts checkpoint,
+    tensors that are missing, unexpected or of another shape.
     """
     checkpoint = open_checkpoint(resolve_model(path_or_id, revision, token))
     target = checkpoint.dtype if dtype is None else as_dtype(dtype)
+    if isinstance(model_class, str):
+        model_class = imported("model_class", model_class)
+    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
+        raise ValueError(f"model_class {model_class!r} is not a subclass of engine.CausalLM")
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(checkpoint.shapes):
         raise ValueError(f"{path_or_id}: {layers} layers, but only {len(checkpoint.shapes)} tensors")
