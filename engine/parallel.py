@@ -38,6 +38,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, address: str, device: torch.device | str) -> None:
         """Meets the others at `address` (host:port, where rank 0 listens). Only one such object a process."""
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.processes: list[Any] = []  # of the other ranks, where this one started them
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"tcp://{address}", world_size=size, rank=rank, timeout=_PATIENCE)
 
@@ -310,11 +311,13 @@ def follow_at(rank: int, size: int, address: str, device: str, path: str, option
     ranks.close()
 
 
-def start_ranks(size: int, device: str, path: str | Path, **options: Any) -> tuple[Ranks, Any]:
-    """Start the other ranks as processes of this machine, one a device; returns this one's place, 0, and what has them.
+def start_ranks(size: int, device: str, path: str | Path, **options: Any) -> Ranks:
+    """Start the other ranks as processes of this machine, one a device; returns this one's place, which is 0.
 
     They end with rank 0's engine (`unload_model`), or with this process. `options` are those of `load_model`.
     """
+    if device == "cuda" and torch.cuda.device_count() < size:
+        raise ValueError(f"{size} ranks need a device each, there are {torch.cuda.device_count()}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -330,4 +333,6 @@ def start_ranks(size: int, device: str, path: str | Path, **options: Any) -> tup
     ]
     for process in processes:
         process.start()
-    return Ranks(0, size, address, place(0)), processes
+    ranks = Ranks(0, size, address, place(0))
+    ranks.processes = processes
+    return ranks
