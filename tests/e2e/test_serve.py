@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import ROOT, Cluster, Deployed, wait_until
+from tests.e2e.conftest import Cluster, Deployed, wait_until
 
 
 def body(seed: int, tokens: int) -> dict[str, Any]:
@@ -105,33 +105,3 @@ async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]
 def test_an_open_proxy_without_a_key_is_refused_by_the_builder(cluster: Cluster) -> None:
     with pytest.raises(RuntimeError, match="unknown option max_bach_size: did you mean max_batch_size"):
         cluster.call("deploy", options={"model": "dummy", "max_bach_size": 4}, wait=False)
-
-
-def test_serve_config_is_what_serve_and_we_accept() -> None:
-    """Serve takes unknown keys in silence, at every level; here they are looked for."""
-    import yaml
-    from ray.serve.schema import ServeDeploySchema
-
-    from app.settings import ServingConfig
-
-    file = ROOT / "serve_config.yaml"
-    config = yaml.safe_load(file.read_text())
-    parsed = ServeDeploySchema.model_validate(config).model_dump(exclude_unset=True)
-    _same_keys(config, parsed, "")
-    [application] = config["applications"]
-    ServingConfig.from_options(application["args"])
-    assert {deployment["name"] for deployment in application["deployments"]} <= {"Router", "EngineReplica"}
-    service = yaml.safe_load((ROOT / "k8s" / "rayservice.yaml").read_text())
-    embedded = yaml.safe_load(service["spec"]["serveConfigV2"])
-    _same_keys(embedded, ServeDeploySchema.model_validate(embedded).model_dump(exclude_unset=True), "")
-    ServingConfig.from_options(embedded["applications"][0]["args"])
-
-
-def _same_keys(given: Any, parsed: Any, where: str) -> None:
-    if isinstance(given, dict) and isinstance(parsed, dict) and not where.endswith(".args"):
-        assert set(given) <= set(parsed), where
-        for key, value in given.items():
-            _same_keys(value, parsed[key], f"{where}.{key}")
-    elif isinstance(given, list):
-        for one, other in zip(given, parsed, strict=True):
-            _same_keys(one, other, where)
