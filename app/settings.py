@@ -39,6 +39,9 @@ class ServingConfig(BaseSettings):
     model_aliases: list[str] = Field(default_factory=list, description="further names clients may use")
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="weights of the layers on a CPU, rounded at the start: faster for a few requests at a time"
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda)(:\d+)?$", description="auto, cpu or cuda")
     attn_impl: str = Field("mha", description="attention backend: a registered name, or package.module:factory")
     mlp_impl: str = Field("mlp", description="MLP: a registered name, or package.module:factory")

@@ -92,8 +92,8 @@ class ContinuousBatchingEngine:
     max_seq_len: the context, at most the model's (the default). page_size: tokens a page, the attention backend's
     default if None; max_seq_len makes a page a whole sequence. num_pages, memory_fraction: see `fitting_pages`.
     max_batched_tokens: tokens a step. depth: steps that are launched before the last is committed. max_results:
-    finished results kept until they are read. speculation: who proposes tokens to verify, with gamma of them at a time
-    or, None, as many as pay.
+    finished results kept until they are read. quantization: int8 or int4 weights in the layers, on a CPU. speculation:
+    who proposes tokens to verify, with gamma of them at a time or, None, as many as pay.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class ContinuousBatchingEngine:
         aging_seconds: float = 30.0,
         memory_fraction: float = 0.9,
         max_results: int = 65536,
+        quantization: Literal["int8", "int4"] | None = None,
         speculation: Literal["off", "ngram", "draft"] = "off",
         draft_model: CausalLM | None = None,
         gamma: int | None = None,
@@ -141,8 +142,12 @@ class ContinuousBatchingEngine:
             model = model.to(device=self.device, dtype=dtype).eval()
         elif (model.device.type, model.dtype) != (self.device.type, dtype):
             raise ValueError(f"the model was packed as {model.dtype} on {model.device}: load it again for {dtype}")
-        if dtype != torch.float32:
-            model.pack()
+        if model.packed and quantization != model.quantization:
+            raise ValueError(f"the model was packed with quantization {model.quantization}, not {quantization}")
+        if model.ranks is not None and quantization is not None:
+            raise ValueError("quantization is not supported with tensor_parallel_size above 1")
+        if dtype != torch.float32 or quantization is not None:
+            model.pack(quantization)
         pages_a_sequence = -(-self.max_seq_len // page_size)
         self.pool = KVSlotPool(
             fitting_pages(
@@ -230,6 +235,7 @@ class ContinuousBatchingEngine:
             max_batched_tokens=config.max_batched_tokens,
             depth=config.depth,
             enable_prefix_cache=config.enable_prefix_cache,
+            quantization=config.quantization,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             speculation=config.speculation,

@@ -450,8 +450,9 @@ class LLM:
 
     model: a Hugging Face folder, a hub id (at `revision`), a .gguf file, or a CausalLM. tokenizer: the same, or a
     Tokenizer; a model that is loaded brings its own. gpu_memory_utilization: how much of the device's free memory the
-    KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on
-    an accelerator, 16 on a CPU. seed: makes requests without a seed repeatable. Raises ValueError.
+    KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on an
+    accelerator, 16 on a CPU. quantization: int8 or int4 weights, on a CPU. seed: makes requests without a seed
+    repeatable. Raises ValueError.
     """
 
     def __init__(
@@ -460,6 +461,7 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
         *,
         dtype: str | torch.dtype = "auto",
+        quantization: Literal["int8", "int4"] | None = None,
         device: str | torch.device = "auto",
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
@@ -497,6 +499,7 @@ class LLM:
             tokenizer,
             device=device,
             dtype=target,
+            quantization=quantization,
             max_seq_len=max_model_len,
             max_batch_size=max_num_seqs or (16 if torch.device(device).type == "cpu" else 256),
             memory_fraction=gpu_memory_utilization,

@@ -113,8 +113,9 @@ def has_triton(device: torch.device) -> bool:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`, in the rotate-half form."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

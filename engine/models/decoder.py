@@ -178,6 +178,8 @@ class CausalLM(nn.Module, ABC):
     attention: AttentionBackend  # ATTENTION.create(name)
     retention: int | None = None  # how many of the last tokens the widest layer sees; None: all
     packed = False
+    quantization: str | None = None  # of the packed weights
+    ranks: Any = None  # engine.parallel.Ranks that hold this model's other parts
     generation_config: dict[str, Any] | None = None  # generation_config.json of the checkpoint it came from
 
     @classmethod
@@ -200,8 +202,10 @@ class CausalLM(nn.Module, ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size]."""
 
-    def pack(self) -> None:
-        """Lay out the weights for inference, for good; an engine does so in half precision."""
+    def pack(self, quantization: str | None = None) -> None:
+        """Lay out the weights for inference, for good; an engine does so in half precision or to quantise them."""
+        if quantization is not None:
+            raise ValueError(f"{type(self).__name__} has no quantization")
         self.packed = True
 
     @property
@@ -298,16 +302,20 @@ class DecoderModel(CausalLM):
         self.rotary = RotaryEmbedding(config)
         self.merged_adapter: Any = None  # what `merge_lora` put into the weights
 
-    def pack(self) -> None:
+    def pack(self, quantization: str | None = None) -> None:
         """Fuse and lay out the weights for inference, for good: the model can't be trained, saved or converted
-        afterwards."""
+        afterwards. quantization: int8 or int4 weights in the layers; embedding and head, where it would cost most, stay
+        as they are."""
         if self.packed:
             return
         for module in list(self.model.modules()):
             if isinstance(pack := getattr(module, "pack", None), MethodType):
                 pack()
         self.lm_head = packed(self.lm_head)
-        super().pack()
+        for linear in self.modules():
+            if isinstance(linear, PackedLinear):
+                linear.lay_out(None if linear is self.lm_head else quantization)
+        self.packed, self.quantization = True, quantization
 
     def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
         layers = self.model.layers

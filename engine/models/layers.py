@@ -28,8 +28,14 @@ class RMSNorm(nn.Module):
     def pack(self) -> None:
         self.packed_dtype = self.weight.dtype
         self.weight.data = self.weight.data.float()
+        size = self.weight.numel()
+        self.floor, self.scale = self.weight.new_tensor(math.sqrt(size * self.eps)), self.weight.data * math.sqrt(size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed_dtype is not None and x.device.type == "cpu":  # where rms_norm is nine operators
+            x = x.float()
+            norm = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+            return torch.div(x, norm).mul_(self.scale).to(self.packed_dtype)
         dtype = self.packed_dtype or self.weight.dtype
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
@@ -130,22 +136,62 @@ def _yarn(inverse: Tensor, dim: int, base: float, scaling: dict[str, Any]) -> tu
 
 
 class PackedLinear(nn.Module):
-    """Linears over one input as one, [N, in] -> [N, sum of outs], for inference. On a CPU the weight is laid out once
-    as oneDNN wants it, where plain linears have it done at every call."""
+    """Linears over one input as one, [N, in] -> [N, sum of outs], for inference."""
 
     def __init__(self, *linears: Any) -> None:
         super().__init__()
         self.sizes = [linear.weight.shape[0] for linear in linears]
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.packed = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.prepacked = weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.prepacked else weight
+        self.scales: Tensor | None = None
+        self.form = "plain"
+
+    def lay_out(self, quantization: str | None = None) -> None:
+        """Give the weight its last form: quantised, or, on a CPU, as oneDNN wants it, where plain linears have that
+        done at every call. Raises ValueError for a weight that can't be quantised."""
+        if quantization is not None:
+            self.packed, self.scales = quantize(self.packed, quantization)
+            self.form = quantization
+        elif self.packed.device.type == "cpu" and self.packed.dtype != torch.float32 and hasattr(_ONEDNN, _POINTWISE):
+            self.packed = _ONEDNN._reorder_linear_weight(self.packed, 16)
+            self.form = "onednn"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.prepacked:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.packed, self.bias)
+        if self.form == "onednn":
+            return _ONEDNN._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.form == "plain":
+            return F.linear(x, self.packed, self.bias)
+        if self.form == "int8":
+            y = torch.ops.aten._weight_int8pack_mm(x, self.packed, self.scales)
+        else:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, _GROUP, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+_ONEDNN, _POINTWISE = torch.ops.mkldnn, "_linear_pointwise"
+_GROUP = 32  # inputs that share a scale and a zero in int4, as in GGUF's Q4_1
+
+
+def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] rounded to nearest, as torch's CPU kernels take it, which don't check shapes themselves. int8:
+    symmetric, a scale [out] a row. int4: a scale and a middle [in / 32, out, 2] for each 32 inputs. Raises ValueError
+    for a shape or device they don't take."""
+    rows, size = weight.shape
+    if weight.device.type != "cpu":
+        raise ValueError(f"quantization {kind} is for CPUs, not {weight.device.type}")
+    if rows % 16 or size % _GROUP:
+        raise ValueError(f"quantization needs outputs in 16s and inputs in {_GROUP}s, not {rows} and {size}")
+    if kind == "int8":
+        scales = (weight.float().abs().amax(1) / 127).clamp_(min=torch.finfo(weight.dtype).tiny).to(weight.dtype)
+        return (weight / scales.float().unsqueeze(1)).round().clamp_(-127, 127).to(torch.int8), scales
+    groups = weight.float().unflatten(1, (-1, _GROUP))
+    low, high = groups.aminmax(dim=2)
+    scales = ((high - low) / 15).clamp_(min=torch.finfo(weight.dtype).tiny).to(weight.dtype)
+    middles = (low + 8 * scales).to(weight.dtype)
+    codes = ((groups - middles.unsqueeze(2)) / scales.float().unsqueeze(2) + 8).round().clamp_(0, 15)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).to(torch.int32), 1)
+    return packed, torch.stack((scales, middles), 2).transpose(0, 1).contiguous()
 
 
 def packed(linear: Any) -> nn.Module:
