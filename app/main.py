@@ -23,6 +23,7 @@ from app.settings import ServingConfig, check_bind
 
 ROUTERS_AT_MOST = 1024
 EXPORT_SECONDS = 5.0
+_SCALE = ("num_replicas", "max_replicas", "upscale_delay", "downscale_delay", "num_routers")
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -34,13 +35,13 @@ def build_app(config: ServingConfig) -> serve.Application:
     """The same for a ServingConfig."""
     check_bind(_proxy_host() or config.host, config.api_key)
     # Without the counts, so that a change of scale isn't a change of code, which would restart every replica.
-    inner = config.model_copy(update={"num_replicas": 1, "num_routers": 1})
+    inner = config.model_copy(update=dict.fromkeys(_SCALE, 1))
     # Serve kills what drains longer than this: a stream may take as long as its request may.
     common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
     engine = serve.deployment(
         _EngineReplica,
         name="EngineReplica",
-        num_replicas=config.num_replicas,
+        **_scale(config),
         # The engine bounds its queue itself. A pump counts as a request, one for each Router.
         max_ongoing_requests=config.max_batch_size + config.max_queued_requests + ROUTERS_AT_MOST,
         health_check_period_s=5,
@@ -54,6 +55,7 @@ def build_app(config: ServingConfig) -> serve.Application:
         num_replicas=config.num_routers,
         max_ongoing_requests=1_000_000,  # the Router sheds load itself, with a Retry-After
         ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # a new one answers before the old one goes
         **common,
     )
     return router.bind(inner, engine.bind(inner))
@@ -84,6 +86,21 @@ class _RouterIngress(Router):
         from app.tracing import make_tracer
 
         return build_asgi_app(self, make_tracer(endpoint, _replica_name()))
+
+
+def _scale(config: ServingConfig) -> dict[str, Any]:
+    """How many engine replicas, in Serve's words."""
+    if config.max_replicas is None:
+        return {"num_replicas": config.num_replicas}
+    scaling = {
+        "min_replicas": config.num_replicas,
+        "max_replicas": config.max_replicas,
+        "upscale_delay_s": config.upscale_delay,
+        "downscale_delay_s": config.downscale_delay,
+        "look_back_period_s": 15.0,
+        "policy": {"policy_function": "app.autoscaling:policy"},
+    }
+    return {"num_replicas": "auto", "autoscaling_config": scaling}
 
 
 def _replica_name() -> str:

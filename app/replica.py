@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.autoscaling import pressure
 from app.metrics import Metrics
 from app.settings import DUMMY_MODEL, ServingConfig
 from engine.digests import short_digests
@@ -283,6 +284,12 @@ class EngineReplica:
             "pid": os.getpid(),
             "metrics": self.metrics.snapshot(),
         }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this, for `app.autoscaling.policy`."""
+        stats = self.engine.stats()
+        held, pages = stats.held_pages, stats.total_pages
+        return {"pressure": pressure(stats.running, stats.waiting, stats.max_batch_size, held, pages)}
 
     def check_health(self) -> None:
         """Serve calls this: raises when the engine's thread is dead or stuck."""

@@ -86,6 +86,11 @@ class ServingConfig(BaseSettings):
     )
 
     num_replicas: int = Field(1, ge=1, le=1024, description="engines")
+    max_replicas: int | None = Field(
+        None, ge=1, le=1024, description="engines at most: more than num_replicas by queue and KV pages"
+    )
+    upscale_delay: float = Field(10.0, ge=0, description="seconds of pressure before an engine more")
+    downscale_delay: float = Field(300.0, ge=0, description="seconds without it before an engine less")
     num_routers: int = Field(1, ge=1, le=1024, description="HTTP front processes")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of an engine; default: all cores but one")
     omp_wait_policy: Literal["passive", "active"] = Field("passive", description="active: idle threads spin")
@@ -125,6 +130,8 @@ class ServingConfig(BaseSettings):
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ValueError("speculation draft and draft_model go together")
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below num_replicas {self.num_replicas}")
         if self.api_keys and self.api_key is None:
             raise ValueError("api_keys needs api_key, the operator's own")
         if not all(-1000 <= priority <= 1000 for priority in self.api_keys.values()):

@@ -26,6 +26,7 @@ class Driver:
         from app.cli import local_environment
 
         os.environ.update(local_environment(Path(folder), {}))
+        os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
         import ray
         from ray import serve
 

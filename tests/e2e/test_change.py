@@ -1,0 +1,108 @@
+"""What changes while requests run: placement by what is cached, new versions, the number of replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import Deployed, wait_until
+
+TURNS, TALKS, NEW, OUT = 5, 6, 64, 16
+
+
+def clients() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None))
+
+
+async def test_conversations_are_computed_once(deploy: Callable[..., Deployed]) -> None:
+    """Each turn brings all the turns before it. Wherever a conversation goes, what was said is cached there."""
+    app = deploy(num_replicas=2, num_routers=2, max_model_len=2048, max_batch_size=8, page_size=16)
+
+    async def talk(number: int) -> None:
+        rng = random.Random(number)
+        history = ""
+        for _ in range(TURNS):
+            history += "".join(rng.choices("abcdefgh ", k=NEW))
+            body = {"prompt": history, "max_tokens": OUT, "ignore_eos": True, "seed": number}
+            answer = await client.post(f"{app.url}/v1/completions", json=body)
+            history += answer.json()["choices"][0]["text"]
+            await asyncio.sleep(1.2)  # a Router that had no part in it hears of it with a heartbeat
+
+    async with clients() as client:
+        await asyncio.gather(*map(talk, range(TALKS)))
+    engines = [snapshot["engine"] for snapshot in app.snapshots()]
+    computed = sum(engine["prompt_tokens"] - engine["cached_tokens"] for engine in engines)
+    assert computed <= TALKS * TURNS * (NEW + 2 * 16)  # what is new, and what shares a page with it
+    assert sum(engine["prompt_tokens"] for engine in engines) > 2.5 * computed
+    assert all(engine["prompt_tokens"] for engine in engines)
+
+
+class Load:
+    """Clients that ask one after the other, streamed or not, and count how it ended."""
+
+    def __init__(self, url: str, count: int, tokens: int) -> None:
+        self.ends: Counter[str] = Counter()
+        self.texts: dict[int, set[str]] = {}
+        self._url = url
+        self._tokens = tokens
+        self._over = False
+        self._tasks = [asyncio.create_task(self._client(i)) for i in range(count)]
+
+    async def _client(self, number: int) -> None:
+        async with httpx.AsyncClient(timeout=120) as client:
+            while not self._over:
+                try:
+                    end, text = await self._ask(client, number)
+                except httpx.HTTPError as error:
+                    end, text = repr(error), ""
+                self.ends[end] += 1
+                self.texts.setdefault(number, set()).add(text)
+
+    async def _ask(self, client: httpx.AsyncClient, number: int) -> tuple[str, str]:
+        body: dict[str, Any] = {"prompt": f"client {number}", "max_tokens": self._tokens, "ignore_eos": True}
+        body |= {"seed": number, "stream": number % 2 == 0}
+        answer = await client.post(f"{self._url}/v1/completions", json=body)
+        if answer.status_code != 200:
+            return f"{answer.status_code} {answer.text[:200]}", ""
+        if not body["stream"]:
+            return "well", answer.json()["choices"][0]["text"]
+        *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events if "choices" in event)
+        return ("well" if done == "[DONE]" else f"cut off: {done}"), text
+
+    async def end(self) -> None:
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+
+async def test_a_new_version_and_fewer_replicas_fail_no_request(deploy: Callable[..., Deployed]) -> None:
+    app = deploy(num_replicas=2, max_model_len=1024, max_batch_size=8)
+    before = set(app.pids())
+    load = Load(app.url, 8, 300)
+    await asyncio.sleep(1)
+    app.options["max_queued_requests"] = 200
+    await asyncio.to_thread(app.cluster.call, "deploy", options=app.options, wait=True)
+    await asyncio.to_thread(wait_until, lambda: not before & set(app.pids()))
+    assert len(app.pids()) == 2
+    await asyncio.sleep(1)
+    await asyncio.to_thread(app.scale, 1)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1)
+    await asyncio.sleep(1)
+    await load.end()
+    assert set(load.ends) == {"well"}, load.ends
+    assert all(len(texts) == 1 for texts in load.texts.values())
+
+
+async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Deployed]) -> None:
+    app = deploy(max_replicas=2, upscale_delay=1, downscale_delay=2, max_batch_size=2, max_model_len=1024)
+    load = Load(app.url, 6, 200)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2)
+    await load.end()
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1)
+    assert set(load.ends) == {"well"}, load.ends
