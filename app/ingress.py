@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,6 +31,7 @@ from app.errors import ApiError, route_path, send_bytes, send_error, send_json
 from app.logs import log_access
 from app.metrics import CONTENT_TYPE, Metrics, render
 from app.openapi import document
+from app.playground import Page, pages
 from app.router import GenerationError, Router, TextChunk, TextGeneration, Unavailable
 from app.schemas import Renderer, SamplingFields, build_request, choice_seed, parse
 from app.schemas.native import (
@@ -94,7 +95,8 @@ T = TypeVar("T")
 
 def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
     """The HTTP application over a Router. It adds no state of its own but metrics (`router.metrics`)."""
-    ingress = Ingress(router)
+    shown = pages()
+    ingress = Ingress(router, shown)
     routes = [
         _route("/v1/chat/completions", "POST", ingress.chat_completions),
         _route("/v1/completions", "POST", ingress.completions),
@@ -108,6 +110,7 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
         _route("/ready", "GET", ingress.is_ready),
         _route("/metrics", "GET", ingress.metrics_page),
         _route("/openapi.json", "GET", ingress.openapi),
+        *(_route(path, "GET", ingress.page) for path in shown),
     ]
     tracing = []
     if tracer is not None:
@@ -119,7 +122,7 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
         middleware=[
             Middleware(HeadersMiddleware),
             *tracing,
-            Middleware(ExchangeMiddleware, metrics=router.metrics, routes=frozenset(route.path for route in routes)),
+            Middleware(ExchangeMiddleware, router.metrics, frozenset(route.path for route in routes), shown),
             Middleware(AuthMiddleware, keys=router.config.keys()),
         ],
         exception_handlers={HTTPException: _starlette_error},
@@ -186,10 +189,11 @@ async def _starlette_error(request: Request, error: Exception) -> NoReturn:
 class ExchangeMiddleware:
     """Around everything that answers: errors become envelopes, and each request a log line and its metrics."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], shown: Mapping[str, Page]) -> None:
         self.app = app
         self._metrics = metrics
         self._routes = routes
+        self._pages = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -226,7 +230,12 @@ class ExchangeMiddleware:
             exchange.status = _CLIENT_LEFT
         except ApiError as error:
             exchange.error = error.message
-            await send_error(send, error, scope, exchange.request_id)
+            page = self._pages.get(route_path(scope)) if error.status == 401 and scope["method"] == "GET" else None
+            if page is not None and any(n == b"accept" and b"text/html" in v for n, v in scope["headers"]):
+                # A browser sends no key with an address: the page, which has no data in it, asks for the key.
+                await page.send(send, 401, error.headers)
+            else:
+                await send_error(send, error, scope, exchange.request_id)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
             exchange.error = "internal error"
@@ -250,8 +259,9 @@ class ExchangeMiddleware:
 class Ingress:
     """The handlers, one a route."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, shown: Mapping[str, Page]) -> None:
         self.router = router
+        self._pages = shown
         self._created = int(time.time())
 
     # --- OpenAI's routes
@@ -350,6 +360,9 @@ class Ingress:
 
     async def openapi(self, call: Call) -> None:
         await send_json(call.send, document(self.router.config.api_key is not None))
+
+    async def page(self, call: Call) -> None:
+        await self._pages[route_path(call.scope)].send(call.send)
 
     # --- from a body to requests
 

@@ -56,6 +56,8 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether a request would find a replica; 503: no", a.Ready, public=True),
     Operation("get", "/metrics", "All processes' metrics, for Prometheus", PROMETHEUS),
     Operation("get", "/openapi.json", "This document", JSON),
+    Operation("get", "/", "The playground: a chat", HTML),
+    Operation("get", "/live", "The playground: the live state", HTML),
 )
 
 
@@ -121,7 +123,7 @@ def _described(operation: Operation, has_key: bool) -> dict[str, Any]:
         names = ["message", "done", "error"] if native else ["message"]
         event = {"type": "object", "properties": {"event": {"enum": names}, "data": {"type": "string"}}}
         content[EVENTS] = {"schema": {**event, "description": "each server-sent event, when `stream` is true"}}
-    responses = {"200": {"description": "OK", "content": content, "headers": _headers()}}
+    responses: dict[str, dict[str, Any]] = {"200": {"description": "OK", "content": content, "headers": _headers()}}
     if operation.public:
         responses["503"] = {**responses["200"], "description": "Service Unavailable"}
     for status in sorted({*operation.errors, *((401, 403) if locked else ()), 414, 431}):
@@ -130,6 +132,8 @@ def _described(operation: Operation, has_key: bool) -> dict[str, Any]:
             "content": {JSON: _reference(a.NativeError if native else a.OpenAIError)},
             "headers": _headers(status),
         }
+    if locked and operation.answer == HTML:
+        responses["401"]["content"] |= content
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     described["security"] = [{"bearer": []}, {"key": []}] if locked else []
     if "{model_id}" in operation.path:

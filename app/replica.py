@@ -59,7 +59,7 @@ class CacheChanges:
 class PumpMessage:
     """What came since the last message, or nothing: then it is a heartbeat.
 
-    `tags`, `counts`, `tokens`, `logprobs` are as in StepTokens, but a tag may occur more than once, in order.
+    `tags`, `counts`, `tokens`, `logprobs`, `origins`: as in StepTokens, but a tag may occur more than once, in order.
     load: requests running or waiting at the replica. step_age: seconds since the engine last stepped or was idle.
     waiting_tokens, free_pages: as in `ContinuousBatchingEngine.backlog`.
     """
@@ -73,6 +73,7 @@ class PumpMessage:
     tokens: np.ndarray
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     cache: CacheChanges | None = None
+    origins: np.ndarray | None = None
 
 
 class Pump:
@@ -124,6 +125,7 @@ class Pump:
             _join([part.tokens for part in parts], np.int32),
             logprobs,
             self._take_changes(),
+            _join_origins(parts),
         )
 
 
@@ -315,6 +317,14 @@ def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
+def _join_origins(parts: list[StepTokens]) -> np.ndarray | None:
+    if all(part.origins is None for part in parts):
+        return None
+    return np.concatenate(
+        [np.zeros(len(part.tokens), np.int8) if part.origins is None else part.origins for part in parts]
+    )
+
+
 def _split(step: StepTokens) -> list[tuple[int, StepTokens]]:
     """A step's tokens by pump key; with one Router, which is the usual case, the arrays go on as they are."""
     if not len(step.tags):
@@ -327,8 +337,10 @@ def _split(step: StepTokens) -> list[tuple[int, StepTokens]]:
     for key in np.unique(keys).tolist():
         mine = keys == key
         logprobs = {tag: values for tag, values in step.logprobs.items() if tag >> TAG_BITS == key}
-        tokens = step.tokens[np.repeat(mine, step.counts)]
-        parts.append((key, StepTokens(step.tags[mine], step.counts[mine], tokens, logprobs=logprobs)))
+        each = np.repeat(mine, step.counts)
+        origins = None if step.origins is None else step.origins[each]
+        part = StepTokens(step.tags[mine], step.counts[mine], step.tokens[each], logprobs=logprobs, origins=origins)
+        parts.append((key, part))
     return parts
 
 

@@ -72,6 +72,7 @@ class TextChunk:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    origins: bytes = b""  # of the first tokens, as in StepTokens; 0 for the others
 
 
 class TextGeneration:
@@ -93,6 +94,7 @@ class TextGeneration:
         self._logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
         self._unread: list[int] = []
         self._unread_logprobs: list[TokenLogprobs] = []
+        self._unread_origins = b""
         self._changed = asyncio.Event()
         self._outcome: GenerationResult | Exception | None = None
         self._over = False
@@ -157,7 +159,10 @@ class TextGeneration:
     def _read_into(self, chunk: TextChunk) -> None:
         ids, self._unread = self._unread, []
         logprobs, self._unread_logprobs = self._unread_logprobs, []
+        origins, self._unread_origins = self._unread_origins, b""
         delta = self._text.push(ids)
+        if origins:
+            chunk.origins = chunk.origins.ljust(len(chunk.token_ids), b"\0") + origins[: len(delta.tokens)]
         chunk.text += delta.text
         chunk.token_ids += delta.tokens
         if chunk.logprobs is not None:
@@ -181,8 +186,10 @@ class TextGeneration:
 
     # --- the writing side
 
-    def receive(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+    def receive(self, ids: list[int], logprobs: list[TokenLogprobs] | None, origins: bytes = b"") -> None:
         """New tokens of the current attempt."""
+        if origins:
+            self._unread_origins = self._unread_origins.ljust(len(self._unread), b"\0") + origins
         ids = ids[: self.request.max_new_tokens - len(self._received)]
         self._received += ids
         self._unread += ids
@@ -352,11 +359,12 @@ class ReplicaLink:
         if not len(message.tags):
             return
         tokens = message.tokens.tolist()
+        origins = b"" if message.origins is None else message.origins.tobytes()
         start = 0
         for tag, count in zip(message.tags.tolist(), message.counts.tolist(), strict=True):
             end = start + count
             if (attempt := self.attempts.get(tag)) is not None:
-                attempt[0].receive(tokens[start:end], message.logprobs.pop(tag, None))
+                attempt[0].receive(tokens[start:end], message.logprobs.pop(tag, None), origins[start:end])
             start = end
 
 

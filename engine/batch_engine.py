@@ -505,7 +505,12 @@ class ContinuousBatchingEngine:
                 self._end(sequence, FinishReason.LENGTH, known)
         if not len(tags):
             return None, generated
-        return StepTokens(tags, told_counts, tokens, logprobs=logprobs), generated
+        origins = None
+        if len(plan.draft_ids):
+            ahead = np.zeros(len(alive), dtype=bool) if plan.ahead is None else plan.ahead[plan.samples]
+            drafted = (places < counts[:, None] - 1) * (1 + ahead[alive])[:, None]
+            origins = drafted[told][emitted[told]].astype(np.int8)
+        return StepTokens(tags, told_counts, tokens, logprobs=logprobs, origins=origins), generated
 
     def _advance_grammar(self, row: int, token_ids: list[int]) -> bool:
         """Take the row's new tokens into its grammar; a sequence whose grammar can't go on ends."""

@@ -36,6 +36,7 @@ class StepPlan:
     lengths: np.ndarray  # int64, tokens known before: the position of the first sampled one
     drafts: np.ndarray  # int64, drafted tokens at the runs' ends
     draft_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))  # [B, G]
+    ahead: np.ndarray | None = None  # bool: the drafts were made before the last known tokens were
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # source page, target page, tokens
     verifies: bool = False  # drafts were asked for: the step is committed before the next is planned
     masked: bool = False  # some sampling run has a grammar: the same, as the host makes its mask

@@ -133,6 +133,10 @@ class GenerationResult:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+ORIGINS = ("target", "draft", "draft_ahead")
+"""Who proposed a token: nobody; a draft; a draft that had gone on before the tokens it follows were known."""
+
+
 @dataclass(slots=True)
 class StepTokens:
     """What one step gave, as arrays: nothing in it is per sequence but `finished` and `logprobs`.
@@ -140,7 +144,7 @@ class StepTokens:
     tags: int64 [n], the tag given with each request; counts: int32 [n], new tokens of each;
     tokens: int32 [sum(counts)], in the order of tags. A sequence whose last token was an EOS appears in
     `finished` only. A sequence's tokens come before or together with its end, never after. cached: full pages, by
-    digest, that came into the prefix cache (True) or left it.
+    digest, that came into the prefix cache (True) or left it. origins: int8, indices into ORIGINS; None: all 0.
     """
 
     tags: np.ndarray
@@ -149,6 +153,7 @@ class StepTokens:
     finished: list[tuple[int, GenerationResult]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     cached: dict[bytes, bool] = field(default_factory=dict)
+    origins: np.ndarray | None = None
 
 
 class QueueFull(Exception):

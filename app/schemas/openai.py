@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema, field_valida
 from app.errors import ApiError, error_body
 from app.schemas import Body, GrammarFields, No, SamplingFields, usage
 from app.tools import AnswerStream, OutputForm, ToolUse
-from engine.schemas import MAX_LOGPROBS, GenerationRequest, GenerationResult, TokenLogprobs
+from engine.schemas import MAX_LOGPROBS, ORIGINS, GenerationRequest, GenerationResult, TokenLogprobs
 from engine.tokenization import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -196,11 +196,16 @@ class ChatCompletionRequest(OpenAIBody):
     tools: list[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    return_token_origins: bool = Field(
+        False, description=f"each chunk of a stream says who proposed its tokens: {', '.join(ORIGINS)}"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        if self.return_token_origins and not self.stream:
+            raise ApiError(400, "return_token_origins needs stream", param="return_token_origins")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_completion_tokens")
         if self.continue_final_message and self.add_generation_prompt:
@@ -392,6 +397,7 @@ class ChatRenderer(_Renderer):
         self._form = form
         self._streams = [AnswerStream(form) for _ in range(body.n)] if form.parses and body.stream else []
         self._logprobs = body.logprobs
+        self._origins = body.return_token_origins
         self._prompt_logprobs_wanted = body.prompt_logprobs is not None
         # %b of a chunk: the text, then what closes the event.
         self._before_text = [
@@ -424,16 +430,23 @@ class ChatRenderer(_Renderer):
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
         if self._streams:
             delta = self._streams[index].push(chunk.text)
-            return self._delta_event(index, delta, chunk.logprobs or []) if delta or chunk.logprobs else b""
-        if not self._logprobs:
+        elif self._logprobs or self._origins:
+            delta = {"content": chunk.text}
+        else:
             return self._before_text[index] + orjson.dumps(chunk.text) + self._after_text if chunk.text else b""
-        if not chunk.text and not chunk.logprobs:
+        more: dict[str, Any] = {}
+        if self._origins and chunk.token_ids:
+            more["token_origins"] = [ORIGINS[i] for i in chunk.origins.ljust(len(chunk.token_ids), b"\0")]
+        if not any(delta.values()) and not chunk.logprobs and not more:
             return b""
-        return self._delta_event(index, {"content": chunk.text}, chunk.logprobs or [])
+        return self._delta_event(index, delta, chunk.logprobs or [], more)
 
-    def _delta_event(self, index: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs]) -> bytes:
+    def _delta_event(
+        self, index: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs], more: Mapping[str, Any] = {}
+    ) -> bytes:
         shown = self._logprobs_of(logprobs) if self._logprobs else None
-        return self._event(orjson.dumps({"index": index, "delta": delta, "logprobs": shown, "finish_reason": None}))
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": None}
+        return self._event(orjson.dumps({**choice, **more}))
 
     def finish(self, index: int, result: GenerationResult) -> bytes:
         held, finish_reason = b"", result.finish_reason.value
