@@ -53,6 +53,13 @@ class Driver:
         serve.delete(APP)
         self.handle = None
 
+    def metrics_address(self) -> str:
+        """Of Ray's own exporter."""
+        import ray
+
+        (node,) = ray.nodes()
+        return f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+
     def snapshots(self) -> list[dict[str, Any]]:
         """`EngineReplica.snapshot` of every replica, without its metrics."""
         from ray.serve.handle import DeploymentHandle

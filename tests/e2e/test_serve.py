@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import Cluster, Deployed, wait_until
 
@@ -100,6 +101,26 @@ async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]
     served = [line for line in page if line.startswith('llm_http_requests_total{replica="Router')]
     assert len({line.split('replica="')[1].split('"')[0] for line in served}) == 2
     assert all(snapshot["pumps"] == 2 for snapshot in app.snapshots())
+    same_series_in_rays_exporter(app)
+
+
+def same_series_in_rays_exporter(app: Deployed) -> None:
+    """As Prometheus reads both; Ray's a few seconds later."""
+
+    def read(url: str, prefix: str) -> dict[tuple[Any, ...], float]:
+        chosen = ("llm_tokens_generated_total", "llm_request_duration_seconds_bucket", "llm_engine_prompt_tokens_total")
+        ours = {"endpoint", "status", "replica", "le"}
+        found = {}
+        for family in text_string_to_metric_families(httpx.get(url).text):
+            for name, labels, value, *_ in family.samples:
+                if name.startswith(prefix) and name.removeprefix(prefix) in chosen and value:
+                    found[name.removeprefix(prefix), *((k, v) for k, v in sorted(labels.items()) if k in ours)] = value
+        return found
+
+    wanted = read(f"{app.url}/metrics", "")
+    assert len(wanted) > 20
+    exporter = f"http://{app.cluster.call('metrics_address')}/metrics"
+    wait_until(lambda: wanted.items() <= read(exporter, "ray_").items(), 60, lambda: httpx.get(exporter).text[:20000])
 
 
 def test_an_open_proxy_without_a_key_is_refused_by_the_builder(cluster: Cluster) -> None:
