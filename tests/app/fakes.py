@@ -138,7 +138,7 @@ class LocalEngines:
     def add(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
         engine = engine or FakeEngine()
         description = {"max_model_len": self.config.max_model_len or 256, "page_size": 16}
-        replica = EngineReplica(engine, self.config, description)  # type: ignore[arg-type]
+        replica = EngineReplica(engine, self.config, description, name)  # type: ignore[arg-type]
         self.replicas[name] = replica
         self.calls[name] = set()
         self.frozen[name] = asyncio.Event()
