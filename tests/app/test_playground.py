@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from app.playground import pages
+from app.replica import TAG_BITS, _join_origins, _split
+from engine.schemas import StepTokens
 from tests.app.dummy import Service, dummy_service
-from tests.app.edge import ANSWER, ScriptedRouter, http
+from tests.app.edge import ANSWER, ScriptedRouter, events, http
 from tests.app.test_ingress import served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -68,6 +74,43 @@ async def test_without_the_key_a_browser_gets_the_page_that_asks_for_it_and_othe
     assert wrong.status_code == 403 and wrong.json()["error"]["code"] == "invalid_api_key"
     assert right.status_code == 200
     assert elsewhere.status_code == 401 and elsewhere.headers["content-type"] == "application/json"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with dummy_service(max_model_len=512, speculation="ngram", gamma=4) as service:
+        yield service
+
+
+def test_a_stream_says_which_tokens_a_draft_proposed(service: Service) -> None:
+    body = {"messages": [{"role": "user", "content": "abcabcabc"}], "temperature": 0, "max_tokens": 150}
+    asked = {**body, "stream": True, "return_token_origins": True, "logprobs": True}
+    before = service.engine.speculation_stats().accepted
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        stream = client.post("/v1/chat/completions", json=asked)
+        refused = client.post("/v1/chat/completions", json={**body, "return_token_origins": True})
+        plain = client.post("/v1/chat/completions", json={**body, "stream": True})
+    choices = [json.loads(data)["choices"][0] for _, data in events(stream.text) if data != "[DONE]"]
+    origins = [origin for choice in choices for origin in choice.get("token_origins", [])]
+    assert len(origins) == 150 == sum(len((choice["logprobs"] or {}).get("content", [])) for choice in choices)
+    accepted = service.engine.speculation_stats().accepted
+    assert Counter(origins)["draft"] > 10 and set(origins) == {"target", "draft"}
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_token_origins"
+    assert "token_origins" not in plain.text and accepted - before >= Counter(origins)["draft"]
+
+
+def test_origins_stay_with_their_tokens_when_steps_are_merged_or_split() -> None:
+    def step(tags: list[int], counts: list[int], tokens: list[int], origins: list[int] | None) -> StepTokens:
+        arrays = np.array(tags, np.int64), np.array(counts, np.int32), np.array(tokens, np.int32)
+        return StepTokens(*arrays, origins=None if origins is None else np.array(origins, np.int8))
+
+    one, two = 1 << TAG_BITS, 2 << TAG_BITS
+    parts = dict(_split(step([one, two, one + 1], [2, 3, 1], [10, 11, 20, 21, 22, 12], [1, 0, 2, 2, 0, 1])))
+    assert parts[1].origins is not None and parts[1].origins.tolist() == [1, 0, 1]
+    assert parts[2].origins is not None and parts[2].origins.tolist() == [2, 2, 0]
+    assert _join_origins([step([one], [2], [1, 2], None)]) is None
+    joined = _join_origins([step([one], [2], [1, 2], None), parts[2]])
+    assert joined is not None and joined.tolist() == [0, 0, 2, 2, 0]
 
 
 # --- in a browser
@@ -241,42 +284,35 @@ def test_key(page: Page, path: str) -> None:
         expect(key).to_be_visible()
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    with dummy_service(max_model_len=512, speculation="ngram", gamma=4) as service:
-        yield service
-
-
 @browser_test
 def test_probabilities_and_origins(page: Page, service: Service) -> None:
     page.goto(service.url)
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Most tokens").fill("200")
+    page.get_by_label("Most tokens").fill("60")
     page.get_by_label("by origin").check()
     ask(page, "abcabcabc")
-    expect(page.locator("article .facts")).to_contain_text("200 tokens")
-    stats = service.engine.speculation_stats()
+    expect(page.locator("article .facts")).to_contain_text("60 tokens")
     shown = page.locator("article.assistant .token")
-    assert shown.count() == 200
-    assert page.locator("article.assistant .draft").count() == stats.accepted > 10
-    assert page.locator("article.assistant .target").count() == 200 - stats.accepted
+    assert shown.count() == 60
+    drafts = page.locator("article.assistant .draft").count()
+    assert drafts > 5 and page.locator("article.assistant .target").count() == 60 - drafts
     drafted, own = (
         page.locator(f"article.assistant .{name}").first.evaluate("e => getComputedStyle(e).backgroundColor")
         for name in ("draft", "target")
     )
     assert drafted != own
-    axe(page)
+    axe(page, "dark")
     page.get_by_label("by probability").check()
     expect(page.get_by_role("list", name="Origin")).to_be_hidden()
     expect(page.get_by_role("list", name="Probability")).to_be_visible()
     page.get_by_text("Tokens in a table").click()
     rows = page.locator("article.assistant tbody tr")
-    expect(rows).to_have_count(200)
+    expect(rows).to_have_count(60)
     probabilities = [float(text.split()[0]) / 100 for text in rows.locator("td:nth-child(2)").all_inner_texts()]
     levels = [sum(p >= bound for bound in (0.05, 0.2, 0.5, 0.9)) for p in probabilities]
-    classes = [(shown.nth(i).get_attribute("class") or "").split()[1] for i in range(0, 200, 20)]
+    classes = [(shown.nth(i).get_attribute("class") or "").split()[1] for i in range(0, 60, 20)]
     assert classes == [f"p{level}" for level in levels[::20]]
-    axe(page)
+    axe(page, "light")
 
 
 @browser_test
