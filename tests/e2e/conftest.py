@@ -31,7 +31,7 @@ LLM_SERVE = Path(sysconfig.get_path("scripts")) / "llm-serve"
 class Cluster:
     """A Ray with Serve, driven through `tests.e2e.driver`. `url` is where applications answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.folder = tempfile.mkdtemp(prefix="pilotfish-", dir="/tmp")
         [port] = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
@@ -46,7 +46,16 @@ class Cluster:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
-        self.call("start", folder=self.folder, port=port)
+        self.call("start", folder=self.folder, port=port, **options)
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those of Ray's below the driver with this in their command line."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def call(self, name: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -6,6 +6,7 @@ Reads one JSON command a line, [name, arguments], and answers each with a line {
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -19,10 +20,12 @@ APP = "test"
 class Driver:
     def __init__(self) -> None:
         self.handle: Any = None
+        self.cluster: Any = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
-    def start(self, folder: str, port: int) -> None:
+    def start(self, folder: str, port: int, nodes: int = 0) -> None:
+        """Starts Ray: one node, or a head for the Routers and so many nodes for two engines each."""
         from app.cli import local_environment
 
         os.environ.update(local_environment(Path(folder), {}))
@@ -30,14 +33,20 @@ class Driver:
         import ray
         from ray import serve
 
-        ray.init(
-            address="local",
-            num_cpus=16,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(Path(folder) / "ray"),
-        )
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        temp_dir = str(Path(folder) / "ray")
+        if nodes:
+            from ray.cluster_utils import Cluster
+
+            ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # it would be any Ray's on the machine
+            head = {"num_cpus": 0, "resources": {"head": 1}, "include_dashboard": False, "temp_dir": temp_dir}
+            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+            for _ in range(nodes):
+                self.cluster.add_node(num_cpus=2)
+            ray.init(address=self.cluster.address, **quiet)
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+            return
+        ray.init(address="local", num_cpus=16, include_dashboard=False, _temp_dir=temp_dir, **quiet)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
 
     def deploy(self, options: dict[str, Any], wait: bool) -> None:
@@ -45,7 +54,20 @@ class Driver:
 
         from app.main import build
 
-        _run(build(options), name=APP, route_prefix="/", _blocking=wait)
+        app = build(options)
+        if self.cluster is not None:
+            on_head = {"num_cpus": 0, "resources": {"head": 0.001}}
+            app = type(app)(app._bound_deployment.options(ray_actor_options=on_head))
+        _run(app, name=APP, route_prefix="/", _blocking=wait)
+
+    def lose_node(self, number: int) -> None:
+        """One of the nodes without Routers is gone, and a new one comes."""
+        nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.unique_id)
+        self.cluster.remove_node(nodes[number % len(nodes)], allow_graceful=False)
+        with contextlib.suppress(Exception):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
+            self.cluster.add_node(num_cpus=2)
+            return
+        self.cluster.add_node(num_cpus=2)
 
     def delete(self) -> None:
         from ray import serve
