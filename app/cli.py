@@ -279,7 +279,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 config = config.model_copy(update={"num_threads": max(1, cores // config.num_replicas - 1)})
             ray.init(
                 address="local",
-                num_cpus=max(cores, config.num_replicas),
+                num_cpus=max(cores, config.num_replicas + config.has_draft_actors * config.num_drafts),
                 include_dashboard=False,
                 logging_level="warning",
                 _temp_dir=str(folder / "ray"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ProxyLocation
 from starlette.applications import Starlette
 
+from app.draft import DraftHost, SocketChannel, build_draft
 from app.ingress import build_asgi_app
 from app.logs import configure_access_log
 from app.metrics import Metrics, RayExporter
@@ -21,9 +23,11 @@ from app.replica import EngineReplica, build_engine, load_tokenizer
 from app.router import Router
 from app.settings import ServingConfig, check_bind
 
+logger = logging.getLogger("ray.serve")
+
 ROUTERS_AT_MOST = 1024
 EXPORT_SECONDS = 5.0
-_SCALE = ("num_replicas", "max_replicas", "upscale_delay", "downscale_delay", "num_routers")
+_SCALE = ("num_replicas", "max_replicas", "upscale_delay", "downscale_delay", "num_routers", "num_drafts")
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -38,6 +42,14 @@ def build_app(config: ServingConfig) -> serve.Application:
     inner = config.model_copy(update=dict.fromkeys(_SCALE, 1))
     # Serve kills what drains longer than this: a stream may take as long as its request may.
     common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
+    draft = serve.deployment(
+        _DraftModel,
+        name="DraftModel",
+        num_replicas=config.num_drafts,
+        health_check_period_s=2,
+        health_check_timeout_s=5,
+        ray_actor_options={"num_cpus": 0 if config.draft_num_gpus else 1, "num_gpus": config.draft_num_gpus},
+    )
     engine = serve.deployment(
         _EngineReplica,
         name="EngineReplica",
@@ -58,17 +70,60 @@ def build_app(config: ServingConfig) -> serve.Application:
         max_surge_percent=100,  # a new one answers before the old one goes
         **common,
     )
-    return router.bind(inner, engine.bind(inner))
+    drafts = draft.bind(inner) if config.has_draft_actors else None
+    return router.bind(inner, engine.bind(inner, drafts))
 
 
 class _EngineReplica(EngineReplica):
-    async def __init__(self, config: ServingConfig) -> None:  # type: ignore[misc]
-        engine, description = await asyncio.to_thread(build_engine, config)
-        super().__init__(engine, config, description, _replica_name())
+    async def __init__(  # type: ignore[misc]
+        self, config: ServingConfig, drafts: DeploymentHandle[Any] | None
+    ) -> None:
+        channel = SocketChannel() if drafts is not None else None
+        engine, description = await asyncio.to_thread(build_engine, config, channel)
+        super().__init__(engine, config, description, _replica_name(), channel)
         self._exporting = asyncio.create_task(_export(self.metrics))
+        if drafts is not None:
+            self._connecting = asyncio.create_task(self._keep_draft(drafts))
+
+    async def _keep_draft(self, drafts: DeploymentHandle[Any]) -> None:
+        """Looks for a draft process whenever there is none."""
+        assert self.draft is not None
+        shown = ""
+        while True:
+            if not self.draft.connected:
+                try:
+                    address, key = await asyncio.wait_for(drafts.address.remote(), 5)
+                    size = self.engine.vocabulary.size
+                    await asyncio.to_thread(self.draft.connect, address, key, self.metrics.replica, size)
+                    shown = ""
+                except Exception as error:
+                    if str(error) != shown:
+                        shown = str(error)
+                        logger.warning("no draft, so plain decoding: %s", shown or type(error).__name__)
+            await asyncio.sleep(0.5)
 
     def __del__(self) -> None:
         self.close()
+
+
+class _DraftModel:
+    """Serve's care for a draft process: its place, its health, its restart. Engines talk to it over a socket."""
+
+    async def __init__(self, config: ServingConfig) -> None:  # type: ignore[misc]
+        resources = ray.get_runtime_context().get_assigned_resources()
+        threads, gpus = max(1, int(resources.get("CPU", 1))), resources.get("GPU", 0)
+        host = ray.util.get_node_ip_address()
+        self._host: DraftHost = await asyncio.to_thread(build_draft, config, host, threads, gpus)
+
+    async def address(self) -> tuple[tuple[str, int], bytes]:
+        """Where engines connect, and the key that lets them in."""
+        return self._host.address, self._host.key
+
+    def check_health(self) -> None:
+        self._host.check_health()
+
+    def __del__(self) -> None:
+        self._host.close()
 
 
 class _RouterIngress(Router):

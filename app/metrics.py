@@ -5,7 +5,8 @@ Every process has one `Metrics(replica)`, with `replica` its name in the cluster
 - the ingress counts requests, tokens and latencies by itself, through `router.metrics`;
 - the Router calls `failover()` when a request moves to another replica;
 - the replica calls `engine.set_step_observer(metrics.record_batch_fill_ratio)` once, and
-  `record_engine(engine.stats())` about once a second and before each `snapshot()`;
+  `record_engine(engine.stats())` and `record_speculation(engine.speculation_stats())` about once a second and before
+  each `snapshot()`;
 - each process answers `snapshot()`; the ingress renders the union of them with `render(snapshots)`;
 - a `RayExporter(metrics)` whose `push()` is called every few seconds gives the same series to Ray.
 
@@ -61,6 +62,15 @@ class EngineStats(Protocol):
     finished_requests: int
     aborted_requests: int
     failed_requests: int
+
+
+class SpeculationStats(Protocol):
+    """What of the engine's speculation is read here; the counts grow from the engine's start."""
+
+    drafted: int
+    accepted: int
+    ready: int
+    draft_up: bool
 
 
 class Metrics:
@@ -123,7 +133,19 @@ class Metrics:
                 "failed_requests": "sequences that ended with an error",
             }.items()
         }
-        self._engine_seen = dict.fromkeys(self._engine_counts, 0)
+        self._speculation_counts = {
+            name: self._counter(f"llm_speculation_{name}", help)
+            for name, help in {
+                "drafted": "proposed tokens that the model verified",
+                "accepted": "proposed tokens that were the model's own",
+                "ready": "proposals of a draft process that were there before they were asked for",
+            }.items()
+        }
+        self._draft_up = self._gauge("llm_draft_up", "1 while this engine's draft process answers it")
+        self._draft_round_trip = self._histogram(
+            "llm_draft_round_trip_seconds", "from a step's message to the draft process to its answer", _TOKEN_SECONDS
+        )
+        self._engine_seen = dict.fromkeys((*self._engine_counts, *self._speculation_counts), 0)
         self._hits: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         for endpoint in ENDPOINTS:  # a series that begins at 0 has a first increase
             for metric in (self._tokens, self._tokens_per_request, self._first_token, self._inter_token):
@@ -172,11 +194,22 @@ class Metrics:
         self._kv_use.set(_ratio(stats.held_pages, stats.total_pages))
         if not stats.running:
             self._fill.set(0.0)  # an idle engine steps no more, so its observer can't say so
-        for name, counter in self._engine_counts.items():
+        self._count_up(self._engine_counts, stats)
+        self._record_hits(stats.prompt_tokens, stats.cached_tokens)
+
+    def record_speculation(self, stats: SpeculationStats) -> None:
+        """What the engine's speculation counts grew by, and whether its draft process answers."""
+        self._count_up(self._speculation_counts, stats)
+        self._draft_up.set(stats.draft_up)
+
+    def _count_up(self, counters: dict[str, Counter], stats: object) -> None:
+        for name, counter in counters.items():
             now = getattr(stats, name)
             counter.inc(_count(now - self._engine_seen[name]))
             self._engine_seen[name] = now
-        self._record_hits(stats.prompt_tokens, stats.cached_tokens)
+
+    def draft_round_trip(self, seconds: float) -> None:
+        self._draft_round_trip.observe(_seconds(seconds))
 
     def _record_hits(self, prompt_tokens: int, cached_tokens: int) -> None:
         now = time.monotonic()

@@ -26,7 +26,8 @@ from engine.schemas import GenerationRequest, GenerationResult, QueueFull, StepT
 from engine.tokenization import HuggingFaceTokenizer, SimpleCharacterTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from engine.batch_engine import ContinuousBatchingEngine
+    from app.draft import SocketChannel
+    from engine.batch_engine import ContinuousBatchingEngine, EngineStats
     from engine.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -143,11 +144,15 @@ class EngineReplica:
         config: ServingConfig,
         description: dict[str, Any],
         name: str = "EngineReplica",
+        draft: SocketChannel | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
         self.description = description
         self.metrics = Metrics(name)
+        self.draft = draft
+        if draft is not None:
+            draft.on_round_trip = self.metrics.draft_round_trip
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
         self._seen: dict[int, None] = {}
@@ -217,7 +222,7 @@ class EngineReplica:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_interval)
-            self.metrics.record_engine(self.engine.stats())
+            self._record_stats()
             for pump in self._pumps.values():
                 pump.ready.set()
 
@@ -228,7 +233,15 @@ class EngineReplica:
 
     async def describe(self, membership: None = None) -> dict[str, Any]:
         """What is really running here."""
-        return self.description
+        if self.draft is None:
+            return self.description
+        return {**self.description, "draft": self.draft.description}
+
+    def _record_stats(self) -> EngineStats:
+        stats = self.engine.stats()
+        self.metrics.record_engine(stats)
+        self.metrics.record_speculation(self.engine.speculation_stats())
+        return stats
 
     async def generate(self, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
         """Runs one request to its end; its tokens leave by the pump whose key is in `tag`. Cancelling aborts it."""
@@ -277,10 +290,10 @@ class EngineReplica:
 
     async def snapshot(self) -> dict[str, Any]:
         """Counters of this replica's engine, and `Metrics.snapshot` of this process."""
-        stats = self.engine.stats()
-        self.metrics.record_engine(stats)
         return {
-            "engine": asdict(stats),
+            "engine": asdict(self._record_stats()),
+            "speculation": asdict(self.engine.speculation_stats()),
+            "draft": self.draft.description if self.draft is not None else None,
             "calls": len(self._calls),
             "pumps": len(self._pumps),
             "pid": os.getpid(),
@@ -305,6 +318,8 @@ class EngineReplica:
         self._stop.set()
         self._heart.cancel()
         self._thread.join(timeout=10)
+        if self.draft is not None:
+            self.draft.close()
 
 
 def _engine_id(tag: int) -> str:
@@ -355,7 +370,9 @@ def set_thread_environment(threads: int, wait_policy: str) -> None:
     os.environ["OMP_WAIT_POLICY"] = wait_policy.upper()
 
 
-def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[str, Any]]:
+def build_engine(
+    config: ServingConfig, draft_channel: SocketChannel | None = None
+) -> tuple[ContinuousBatchingEngine, dict[str, Any]]:
     """Loads model and tokenizer, builds the engine and warms it up. Also returns a description of what runs."""
     # A parallel region waits for its slowest thread: one on a core shared with Router, proxy and clients costs more
     # than it gives.
@@ -368,11 +385,15 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
     from engine.batch_engine import ContinuousBatchingEngine
 
     tokenizer = load_tokenizer(config)
-    model = _load_model(config, tokenizer)
+    model = load_model(config, tokenizer)
     # The engine packs the weights, after which they are no parameters any more.
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    draft = _load_draft(config, model)
-    engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer, draft)
+    draft = None
+    if config.draft_model is not None and draft_channel is None:
+        draft = load_model(
+            config.model_copy(update={"model": config.draft_model, "revision": None, "model_class": None}), tokenizer
+        )
+    engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer, draft, draft_channel)
     engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
     while engine.scheduler.has_pending_work:
         engine.step()
@@ -395,7 +416,7 @@ def build_engine(config: ServingConfig) -> tuple[ContinuousBatchingEngine, dict[
         "generation_backend": config.generation_backend,
         "enable_prefix_cache": config.enable_prefix_cache,
         "use_paged_attention": config.use_paged_attention,
-        "speculation": config.speculation,
+        "speculation": config.proposer,
         "draft_model": config.draft_model,
         "gamma": config.gamma,
         "sampling_defaults": _sampling_defaults(config),
@@ -422,26 +443,19 @@ def _sampling_defaults(config: ServingConfig) -> dict[str, Any]:
     return defaults
 
 
-def _load_draft(config: ServingConfig, target: CausalLM) -> CausalLM | None:
-    if config.draft_model is None:
-        return None
-    from engine.models.loader import load_model
-
-    return load_model(config.draft_model, dtype=target.dtype, device=target.device, attn_impl=config.attn_impl)
-
-
-def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
+def load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
+    """The configured model, on its device. Raises ValueError."""
     import torch
 
+    from engine.models import loader
     from engine.models.decoder import DecoderModel
-    from engine.models.loader import check_tokenizer, load_model
 
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.model != DUMMY_MODEL:
-        model = load_model(
+        model = loader.load_model(
             config.model,
             dtype=dtype,
             device=device,
@@ -450,7 +464,7 @@ def _load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
             revision=config.revision,
             model_class=config.model_class or DecoderModel,
         )
-        check_tokenizer(model, tokenizer)
+        loader.check_tokenizer(model, tokenizer)
         return model
     torch.manual_seed(0)
     model = DecoderModel(

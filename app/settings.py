@@ -63,10 +63,17 @@ class ServingConfig(BaseSettings):
     enable_prefix_cache: bool = True
     depth: int = Field(1, ge=0, le=1, description="steps launched ahead of the one being committed")
 
-    speculation: Literal["off", "ngram", "draft"] = Field("off", description="who proposes tokens that are verified")
-    draft_model: str | None = Field(
-        None, description="folder, .gguf file or hub id of the draft, for speculation draft"
+    speculation: Literal["auto", "off", "ngram", "draft"] = Field(
+        "auto", description="who proposes tokens that are verified; auto: the draft_model if there is one, else nobody"
     )
+    draft_model: str | None = Field(
+        None, description="folder, .gguf file or hub id of a smaller model with the same tokens"
+    )
+    draft_placement: Literal["actor", "replica"] = Field(
+        "actor", description="where the draft runs: in processes of its own that serve all engines, or in each engine's"
+    )
+    num_drafts: int = Field(1, ge=1, le=1024, description="draft processes")
+    draft_num_gpus: float = Field(0.0, ge=0, le=1, description="share of a GPU for each; 0: on the CPU")
     gamma: int | None = Field(None, ge=1, le=16, description="tokens drafted at a time; default: as many as pay")
 
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
@@ -128,16 +135,23 @@ class ServingConfig(BaseSettings):
             raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'pilotfish[otel]'")
         if not self.use_paged_attention and self.page_size is not None:
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
-        if (self.speculation == "draft") != (self.draft_model is not None):
-            raise ValueError("speculation draft and draft_model go together")
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below num_replicas {self.num_replicas}")
         if self.api_keys and self.api_key is None:
             raise ValueError("api_keys needs api_key, the operator's own")
         if not all(-1000 <= priority <= 1000 for priority in self.api_keys.values()):
             raise ValueError("api_keys: a priority lies in -1000..1000")
-        if self.gamma is not None and self.speculation == "off":
-            raise ValueError("gamma needs speculation ngram or draft")
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError("speculation draft needs a draft_model")
+        if self.draft_model is not None and self.proposer != "draft":
+            raise ValueError(f"draft_model needs speculation auto or draft, not {self.speculation}")
+        if self.gamma is not None and self.proposer == "off":
+            raise ValueError("gamma needs speculation ngram or a draft_model")
+        for name in ("draft_placement", "num_drafts", "draft_num_gpus"):
+            if name in self.model_fields_set and self.draft_model is None:
+                raise ValueError(f"{name} needs a draft_model")
+            if name != "draft_placement" and name in self.model_fields_set and not self.has_draft_actors:
+                raise ValueError(f"{name} needs draft_placement actor")
         if self.model_class is not None and self.model == DUMMY_MODEL:
             raise ValueError("model_class needs a model with weights, not dummy")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
@@ -158,6 +172,17 @@ class ServingConfig(BaseSettings):
         """The keys that clients may send, and the best priority that each gives: None for any."""
         first = {} if self.api_key is None else {self.api_key.get_secret_value(): None}
         return {**{key.get_secret_value(): priority for key, priority in self.api_keys.items()}, **first}
+
+    @property
+    def proposer(self) -> Literal["off", "ngram", "draft"]:
+        """`speculation`, decided."""
+        if self.speculation != "auto":
+            return self.speculation
+        return "off" if self.draft_model is None else "draft"
+
+    @property
+    def has_draft_actors(self) -> bool:
+        return self.proposer == "draft" and self.draft_placement == "actor"
 
     def model_names(self) -> list[str]:
         """Names a client may put into `model`, the first one being the one that answers carry."""

@@ -85,7 +85,7 @@ def serve_sleeping(seconds: float, options: list[str]) -> int:
             async def __init__(self, config: Any) -> None:  # type: ignore[misc]
                 import app.replica
 
-                app.replica._load_model = functools.partial(sleeping_model, seconds)
+                app.replica.load_model = functools.partial(sleeping_model, seconds)
                 await super().__init__(config)
 
         app.main._EngineReplica = SleepingReplica  # type: ignore[misc]

@@ -30,7 +30,18 @@ from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary
 from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
-from engine.speculation import NO_TOKEN, DraftModelProposer, NgramProposer, SpeculationStats, Speculator, accept
+from engine.speculation import (
+    MAX_GAMMA,
+    NO_TOKEN,
+    DraftChannel,
+    Drafter,
+    DraftModelProposer,
+    NgramProposer,
+    RemoteProposer,
+    SpeculationStats,
+    Speculator,
+    accept,
+)
 from engine.structured import GrammarCompiler
 from engine.tokenization import TextStream, Tokenizer
 
@@ -93,7 +104,8 @@ class ContinuousBatchingEngine:
     default if None; max_seq_len makes a page a whole sequence. num_pages, memory_fraction: see `fitting_pages`.
     max_batched_tokens: tokens a step. depth: steps that are launched before the last is committed. max_results:
     finished results kept until they are read. quantization: int8 or int4 weights in the layers, on a CPU. speculation:
-    who proposes tokens to verify, with gamma of them at a time or, None, as many as pay.
+    who proposes tokens to verify (draft: a model here, or one behind a channel), with gamma of them at a time or, None,
+    as many as pay.
     """
 
     def __init__(
@@ -118,6 +130,7 @@ class ContinuousBatchingEngine:
         quantization: Literal["int8", "int4"] | None = None,
         speculation: Literal["off", "ngram", "draft"] = "off",
         draft_model: CausalLM | None = None,
+        draft_channel: DraftChannel | None = None,
         gamma: int | None = None,
     ) -> None:
         if depth not in (0, 1):
@@ -134,7 +147,7 @@ class ContinuousBatchingEngine:
         self.max_seq_len = max_seq_len or model.max_seq_len
         if self.max_seq_len > model.max_seq_len:
             raise ValueError(f"max_seq_len {self.max_seq_len} is above the model's {model.max_seq_len}")
-        dtype = dtype or _sane_dtype(model.dtype, self.device)
+        dtype = dtype or sane_dtype(model.dtype, self.device)
         model.attention.check(model.head_dim, dtype, self.device)
         page_size = page_size or model.attention.default_page_size
         model.attention.check_page_size(page_size)
@@ -182,7 +195,7 @@ class ContinuousBatchingEngine:
         self.grammars = GrammarCompiler(self.vocabulary)
         sampler = Sampler(self.sampling, self.vocabulary, self.device)
         self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler, self.table.page_table)
-        self._speculator = self._make_speculator(speculation, draft_model, model, gamma)
+        self._speculator = self._make_speculator(speculation, draft_model, draft_channel, gamma)
         self._lock = threading.Condition()
         self._turn = threading.Lock()  # a step at a time, whoever steps
         self._in_flight: LaunchedStep | None = None
@@ -200,23 +213,30 @@ class ContinuousBatchingEngine:
         self._checked = True
 
     def _make_speculator(
-        self, speculation: str, draft_model: CausalLM | None, target: CausalLM, gamma: int | None
+        self, speculation: str, draft_model: CausalLM | None, draft_channel: DraftChannel | None, gamma: int | None
     ) -> Speculator | None:
-        if (speculation == "draft") != (draft_model is not None):
-            raise ValueError('draft_model and speculation="draft" go together')
+        if (speculation == "draft") != ((draft_model is None) != (draft_channel is None)):
+            raise ValueError('speculation="draft" and one of draft_model and draft_channel go together')
         if speculation == "off":
             return None
         if speculation == "ngram":
             return Speculator(NgramProposer(self.table), self.table, gamma)
+        if draft_channel is not None:
+            return Speculator(RemoteProposer(draft_channel, self.table, gamma or MAX_GAMMA), self.table, gamma)
         if draft_model is None:
             raise ValueError(f"unknown speculation {speculation!r}; known: draft, ngram, off")
         draft_model = draft_model.to(device=self.device, dtype=self.pool.kv.dtype).eval()
-        proposer = DraftModelProposer(draft_model, target, self.table, self.sampling, self.vocabulary)
-        return Speculator(proposer, self.table, gamma)
+        drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary)
+        return Speculator(DraftModelProposer(drafter), self.table, gamma)
 
     @classmethod
     def from_serving_config(
-        cls, config: Any, model: CausalLM, tokenizer: Tokenizer | None, draft_model: CausalLM | None = None
+        cls,
+        config: Any,
+        model: CausalLM,
+        tokenizer: Tokenizer | None,
+        draft_model: CausalLM | None = None,
+        draft_channel: DraftChannel | None = None,
     ) -> ContinuousBatchingEngine:
         """An engine as a ServingConfig (or anything with its attributes) describes it."""
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,8 +258,9 @@ class ContinuousBatchingEngine:
             quantization=config.quantization,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
-            speculation=config.speculation,
+            speculation=config.proposer,
             draft_model=draft_model,
+            draft_channel=draft_channel,
             gamma=config.gamma,
         )
 
@@ -383,7 +404,7 @@ class ContinuousBatchingEngine:
         launched, error = None, None
         if plan is not None:
             try:
-                if plan.drafts.any() and self._speculator is not None:
+                if self._speculator is not None:
                     self._speculator.propose(plan)
                 launched = runner.launch(plan)
             except Exception as e:
@@ -753,7 +774,7 @@ def check_request(request: GenerationRequest, prompt_ids: list[int], vocabulary:
     vocabulary.check(request, [*prompt_ids, *request.output_ids])
 
 
-def _sane_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def sane_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The model's own on an accelerator; on a CPU half precision only where it has instructions for it."""
     if device.type != "cpu" or dtype == torch.float32:
         return dtype

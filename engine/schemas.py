@@ -156,5 +156,56 @@ class StepTokens:
     origins: np.ndarray | None = None
 
 
+@dataclass(slots=True)
+class DraftSequence:
+    """A sequence as a remote draft gets to know it. `request` is without its prompt."""
+
+    uid: int
+    request: GenerationRequest
+    seed: int
+    prompt_len: int
+    limit: int  # tokens at which it ends
+    stop_ids: list[int]
+    bad_words: list[list[int]]
+    tokens: np.ndarray  # int32, all that are committed
+
+
+@dataclass(slots=True)
+class DraftMessage:
+    """What an engine tells a remote draft, at most once a step; in this order. The first one of a connection is empty.
+
+    uids, gammas, lengths, counts: int64 [n], the sequences of which something has changed: tokens to propose after the
+    committed ones (0: stop working on it), tokens committed, and how many of those the draft doesn't know;
+    tokens: int32 [sum(counts)], those.
+    """
+
+    step: int
+    dropped: list[int]
+    new: list[DraftSequence]
+    uids: np.ndarray
+    gammas: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass(slots=True)
+class DraftAnswer:
+    """What a remote draft proposes, or has gone on with since.
+
+    step: the last message it knows of. uids, lengths, counts: int64 [n], sequences, the committed length each proposal
+    builds on, and its tokens; tokens: int32 [sum(counts)]. lost: sequences that it was asked about and doesn't have.
+    ready: proposals that were there before they were asked for.
+    """
+
+    step: int
+    uids: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    lost: list[int] = field(default_factory=list)
+    ready: int = 0
+
+
 class QueueFull(Exception):
     """The waiting queue is at its bound."""

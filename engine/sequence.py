@@ -101,6 +101,13 @@ class SequenceTable:
         if self.device_tokens.device.type != "cpu":
             self.device_tokens[row, :count] = torch.from_numpy(sequence.tokens)
 
+    def write(self, rows: np.ndarray, places: np.ndarray, ids: np.ndarray) -> None:
+        """Put ids [n] at places [n] of rows [n], for the host and for the device."""
+        self.tokens[rows, places] = ids
+        device = self.device_tokens.device
+        if device.type != "cpu":
+            self.device_tokens[torch.from_numpy(rows), torch.from_numpy(places)] = torch.from_numpy(ids).to(device)
+
     def remove(self, row: int) -> None:
         sequence = self.sequences[row]
         assert sequence is not None

@@ -20,11 +20,18 @@ from engine.models.decoder import CausalLM
 from engine.runner import ModelRunner
 from engine.sampling import Sampler, SamplingTable, Vocabulary
 from engine.scheduler import StepPlan
+from engine.schemas import DraftAnswer, DraftMessage, DraftSequence
 from engine.sequence import SequenceTable
 
 NO_TOKEN = -1
-_PROBE_EVERY = 128  # tokens between trials of a row that has stopped speculating
-_CATCH_UP = 512  # prompt tokens that a draft model reads in a step
+CATCH_UP = 512  # prompt tokens that a draft model reads in a forward
+MAX_GAMMA = 8
+_HOPE = 0.7  # acceptance that is expected of an unknown draft
+_TRIAL = 16  # of so many sequences, one starts with that hope
+_PROBE = 4  # tokens of a remote draft's trial
+_PROBE_EVERY, _PROBE_SELDOM = 128, 1024  # tokens between trials of a row at 0, at first and at most
+_RETRY = 0.25  # seconds until a draft that is gone is looked for again
+_HOLD = 16  # tokens until a sequence that the draft has lost is sent again
 
 
 def accept(samples: np.ndarray, drafts: np.ndarray) -> np.ndarray:
@@ -35,9 +42,9 @@ def accept(samples: np.ndarray, drafts: np.ndarray) -> np.ndarray:
 class Proposer(Protocol):
     """Guesses what running sequences say next. What it returns changes speed, never text."""
 
-    def propose(self, rows: np.ndarray, gammas: np.ndarray) -> np.ndarray:
+    def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
         """Up to gammas[i] tokens after the known ones of row i of the table: int32 [R, max gamma], NO_TOKEN from
-        where there is no guess."""
+        where there is no guess. worth[i]: seconds that this is expected to save, and so may take."""
         ...
 
 
@@ -47,7 +54,7 @@ class NgramProposer:
     def __init__(self, table: SequenceTable, longest: int = 4, shortest: int = 2) -> None:
         self.table, self.longest, self.shortest = table, longest, shortest
 
-    def propose(self, rows: np.ndarray, gammas: np.ndarray) -> np.ndarray:
+    def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
         drafts = np.full((len(rows), int(gammas.max(initial=0))), NO_TOKEN, dtype=np.int32)
         for i, (row, gamma) in enumerate(zip(rows.tolist(), gammas.tolist(), strict=True)):
             tokens = self.table.tokens[row, : self.table.known[row]]
@@ -68,30 +75,33 @@ class NgramProposer:
         return 0
 
 
-class DraftModelProposer:
-    """A smaller model over the engine's own tables, with a pool of its own and the same noise."""
+class Drafter:
+    """A draft model with KV pages of its own, over tables that say what the sequences are and how they are sampled:
+    with the same noise as the target."""
 
     def __init__(
         self,
         model: CausalLM,
-        target: CausalLM,
         table: SequenceTable,
         sampling: SamplingTable,
         vocabulary: Vocabulary,
         *,
-        page_size: int = 16,
+        page_size: int | None = None,
         num_pages: int | None = None,
     ) -> None:
         rows, context = table.tokens.shape
         context -= 1
-        if model.vocab_size != target.vocab_size:
-            raise ValueError(f"the draft's vocabulary of {model.vocab_size} is not the target's {target.vocab_size}")
+        if model.vocab_size < vocabulary.size:
+            raise ValueError(f"the draft's vocabulary of {model.vocab_size} is below the target's {vocabulary.size}")
         if model.device != table.device_tokens.device:
             raise ValueError(f"the draft is on {model.device}, the target on {table.device_tokens.device}")
         if model.max_seq_len < context:
             raise ValueError(f"the draft's context of {model.max_seq_len} is below the target's {context}")
+        page_size = page_size or model.attention.default_page_size
+        if model.dtype != torch.float32 and not model.packed:
+            model.pack()
         pages = -(-context // page_size)
-        self.table = table
+        self.table, self.sampling = table, sampling
         self.pool = KVSlotPool(
             num_pages or pages * rows,
             page_size,
@@ -105,65 +115,275 @@ class DraftModelProposer:
         self.page_table = np.full((rows, pages), -1, dtype=np.int32)
         self.num_pages = np.zeros(rows, dtype=np.int64)
         self.computed = np.zeros(rows, dtype=np.int64)
-        self.uid = np.full(rows, -1, dtype=np.int64)
         sampler = Sampler(sampling, vocabulary, model.device)
         self.runner = ModelRunner(model, self.pool, table, sampler, self.page_table, scores_prompts=False)
 
-    def propose(self, rows: np.ndarray, gammas: np.ndarray) -> np.ndarray:
-        table = self.table
-        self._forget(np.flatnonzero((self.uid >= 0) & (self.uid != table.uid)))
-        self.uid[rows] = table.uid[rows]
-        lengths = table.known[rows]
-        # what was drafted past the last known token but one is not what the sequence says
-        self.computed[rows] = np.minimum(self.computed[rows], lengths - 1)
-        drafts = np.full((len(rows), int(gammas.max(initial=0))), NO_TOKEN, dtype=np.int32)
-        budget, active = _CATCH_UP, np.zeros(len(rows), dtype=bool)
+    def rewind(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Tokens from `lengths` on are not what was read."""
+        self.computed[rows] = np.minimum(self.computed[rows], lengths)
+
+    def forget(self, rows: np.ndarray) -> None:
+        for row in rows.tolist():
+            self.pool.release(self.page_table[row, : self.num_pages[row]].copy())
+            self.num_pages[row] = self.computed[row] = 0
+
+    def advance(self, rows: np.ndarray, lengths: np.ndarray, budget: int = CATCH_UP) -> np.ndarray:
+        """One forward: rows read on to their `lengths`, those that lack least first, within `budget` tokens and the
+        pages there are. Returns the token that follows for those that get there, else NO_TOKEN: int64 [R]."""
         counts = lengths - self.computed[rows]
         for i in np.argsort(counts, kind="stable").tolist():
             counts[i] = min(counts[i], max(budget, 0))
-            if counts[i] and not self._grow(int(rows[i]), int(self.computed[rows[i]] + counts[i])):
+            if not self._grow(int(rows[i]), int(self.computed[rows[i]] + counts[i])):
                 counts[i] = 0
             budget -= int(counts[i])
-            active[i] = counts[i] > 0
-        for step in range(drafts.shape[1]):
-            at = np.flatnonzero(active)
-            if not len(at):
-                break
-            ids = self._run(rows[at], counts[at], lengths[at] + step)
-            caught_up = self.computed[rows[at]] == lengths[at] + step
-            drafts[at[caught_up], step] = ids[caught_up]
-            active[at] = caught_up & (gammas[at] > step + 1)
-            counts[:] = 1
-            for i in np.flatnonzero(active).tolist():
-                active[i] = self._grow(int(rows[i]), int(lengths[i]) + step + 1)
-        return drafts
-
-    def _run(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Read `counts` tokens of each row and sample the one at `lengths`, which counts where all before are read."""
+        ids = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        at = np.flatnonzero(counts > 0)
+        if not len(at):
+            return ids
+        rows, counts, lengths = rows[at], counts[at], lengths[at]
         starts = self.computed[rows]
-        samples = np.ones(len(rows), dtype=bool)
-        plan = StepPlan(rows, self.table.uid[rows], starts, counts, samples, lengths, np.zeros_like(rows))
-        launched = self.runner.launch(plan)
-        sampled = self.runner.collect(launched)
-        assert sampled is not None
+        there = starts + counts == lengths
+        plan = StepPlan(rows, self.table.uid[rows], starts, counts, there, lengths, np.zeros_like(rows))
+        sampled = self.runner.collect(self.runner.launch(plan))
         self.computed[rows] += counts
-        return sampled.ids.numpy()
+        if sampled is not None:
+            ids[at[there]] = np.maximum(sampled.ids.numpy(), NO_TOKEN)
+        return ids
 
     def _grow(self, row: int, tokens: int) -> bool:
         have = int(self.num_pages[row])
         wanted = -(-tokens // self.pool.page_size) - have
-        if wanted > self.pool.available or -(-tokens // self.pool.page_size) > self.page_table.shape[1]:
+        if wanted > self.pool.available or have + wanted > self.page_table.shape[1]:
             return False
         if wanted > 0:
             self.page_table[row, have : have + wanted] = self.pool.allocate(wanted)
             self.num_pages[row] += wanted
         return True
 
+
+class DraftModelProposer:
+    """A draft model in the engine's process, over the engine's own tables."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.table = drafter, drafter.table
+        self._uid = np.full(len(self.table.uid), -1, dtype=np.int64)
+
+    def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
+        table, drafter = self.table, self.drafter
+        gone = np.flatnonzero((self._uid >= 0) & (self._uid != table.uid))
+        drafter.forget(gone)
+        self._uid[gone] = -1
+        self._uid[rows] = table.uid[rows]
+        lengths = table.known[rows]
+        # what was drafted past the last known token but one is not what the sequence says
+        drafter.rewind(rows, lengths - 1)
+        drafts = np.full((len(rows), int(gammas.max(initial=0))), NO_TOKEN, dtype=np.int32)
+        at = np.arange(len(rows))
+        for step in range(drafts.shape[1]):
+            ids = drafter.advance(rows[at], lengths[at] + step)
+            drafts[at, step] = ids
+            at = at[(ids != NO_TOKEN) & (gammas[at] > step + 1)]
+            if not len(at):
+                break
+        return drafts
+
+
+class DraftChannel(Protocol):
+    """The way to a draft somewhere else. Neither method blocks beyond its timeout."""
+
+    def send(self, message: DraftMessage) -> None:
+        """Raises ConnectionError when there is no draft."""
+        ...
+
+    def receive(self, timeout: float) -> DraftAnswer | None:
+        """The next answer; None after `timeout` seconds without. Raises ConnectionError, once, when the draft is lost,
+        or has been silent for too long after a message."""
+        ...
+
+
+class RemoteProposer:
+    """A draft somewhere else, which goes on while the target verifies.
+
+    At most one message is unanswered. A proposal counts as long as the tokens committed since agree with its first
+    ones, however late it comes; others are dropped. A draft that is late is not waited for until it has answered.
+    """
+
+    def __init__(self, channel: DraftChannel, table: SequenceTable, max_gamma: int = MAX_GAMMA) -> None:
+        self.channel, self.table = channel, table
+        rows, width = len(table.uid), 2 * max_gamma + 2  # a draft goes on for as long again
+        self.ready = 0  # proposals that were there before they were asked for
+        self._uid = np.full(rows, -1, dtype=np.int64)
+        self._told = np.zeros(rows, dtype=np.int64)  # tokens that the draft knows; 0: it doesn't know the sequence
+        self._gamma = np.zeros(rows, dtype=np.int64)
+        self._hold = np.zeros(rows, dtype=np.int64)  # the length at which a sequence that it lost is sent again
+        self._base = np.full(rows, -1, dtype=np.int64)  # what a proposal builds on; -1: there was none
+        self._count = np.zeros(rows, dtype=np.int64)
+        self._guess = np.zeros((rows, width), dtype=np.int32)
+        self._dropped: list[int] = []
+        self._step = 0
+        self._awaiting = self._lacked = self._up = False
+        self._sent_at = self._retry_at = 0.0
+        self._seconds = 0.0  # from a message to proposals that were not ready
+
+    @property
+    def up(self) -> bool:
+        """Whether the draft has answered, and is not silent now."""
+        return self._up and not (self._awaiting and time.perf_counter() - self._sent_at > 1.0)
+
+    def available(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
+        """How many of the tokens wanted for each row are here or worth waiting for."""
+        while self._receive(0.0):
+            pass
+        have = np.minimum(self._in_hand(rows, self.table.length[rows]), gammas)
+        lacking = (have == 0) & (self._base[rows] >= 0)
+        if not self._awaiting and worth[lacking].sum() > self._seconds:
+            have[lacking] = gammas[lacking]
+        return have
+
+    def tell(self, wanted: np.ndarray, trial: np.ndarray) -> None:
+        """Send what is new of the table's rows, and how many tokens are wanted for each, int64 [rows]; only once for
+        those on trial, bool [rows]."""
+        table = self.table
+        gone = np.flatnonzero((self._uid >= 0) & (self._uid != table.uid))
+        self._dropped += self._uid[gone[self._told[gone] > 0]].tolist()
+        self._forget(gone)
+        while self._awaiting and self._receive(0.0):
+            pass
+        if self._awaiting or time.perf_counter() < self._retry_at:
+            return
+        known = table.known
+        wanted = np.where((table.uid >= 0) & (known >= self._hold), wanted, 0)
+        new = (wanted > 0) & (self._told == 0)
+        rows = np.flatnonzero(
+            new | (self._told > 0) & ((wanted != self._gamma) | (wanted > 0) & ~trial & (known > self._told))
+        )
+        if not len(rows) and not self._dropped:
+            return
+        lengths = np.where(wanted[rows] > 0, known[rows], self._told[rows])
+        counts = np.where(new[rows], 0, lengths - self._told[rows])
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - self._told[rows], counts)
+        tokens = table.tokens[np.repeat(rows, counts), places]
+        introduced = [self._introduce(row) for row in np.flatnonzero(new).tolist()]
+        self._step += 1
+        message = DraftMessage(
+            self._step, self._dropped, introduced, table.uid[rows], wanted[rows], lengths, counts, tokens
+        )
+        try:
+            self.channel.send(message)
+        except ConnectionError:
+            self._lose()
+            return
+        self._dropped = []
+        self._uid[rows], self._told[rows], self._gamma[rows] = table.uid[rows], lengths, wanted[rows]
+        self._base[rows[wanted[rows] == 0]] = -1
+        asked = rows[(wanted[rows] > 0) & (self._base[rows] >= 0)]
+        self._lacked = bool(len(asked) and not self._in_hand(asked, known[asked]).all())
+        self._awaiting, self._sent_at = True, time.perf_counter()
+
+    def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
+        known = self.table.known[rows]
+        have = self._in_hand(rows, known)
+        deadline = self._sent_at + worth[have == 0].sum()
+        while self._awaiting and not have.all() and self._receive(deadline - time.perf_counter()):
+            have = self._in_hand(rows, known)
+        places = np.arange(int(gammas.max(initial=0)))
+        at = np.minimum((known - self._base[rows])[:, None] + places, self._guess.shape[1] - 1)
+        drafts = np.where(places < np.minimum(have, gammas)[:, None], self._guess[rows[:, None], at], NO_TOKEN)
+        return drafts.astype(np.int32)
+
+    def went_ahead(self, rows: np.ndarray) -> np.ndarray:
+        """Whether each row's proposal was made before its last known tokens were: bool [R]."""
+        return self._base[rows] < self.table.known[rows]
+
+    def judge(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many tokens of each row's last proposal came true, and of how many that is known (0: it is too soon)."""
+        came, right = self._agreement(rows)
+        judged = np.where(right < came, right + 1, np.where(came == self._count[rows], came, 0))
+        return right, judged
+
+    def _agreement(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row's proposed tokens, those whose places are committed by now, and how many of them are right."""
+        base = self._base[rows]
+        came = np.where(base >= 0, np.minimum(self.table.known[rows] - base, self._count[rows]), 0)
+        columns = np.arange(self._guess.shape[1])
+        places = np.minimum(np.maximum(base, 0)[:, None] + columns, self.table.tokens.shape[1] - 1)
+        right = (self._guess[rows] == self.table.tokens[rows[:, None], places]) & (columns < came[:, None])
+        return came, np.cumprod(right, axis=1, dtype=np.int64).sum(axis=1)
+
+    def _in_hand(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Proposed tokens from `lengths` on that may still come true."""
+        came, right = self._agreement(rows)
+        left = self._count[rows] - (lengths - self._base[rows])
+        return np.where((self._base[rows] >= 0) & (right == came), np.maximum(left, 0), 0)
+
+    def _receive(self, timeout: float) -> bool:
+        if timeout < 0:
+            return False
+        try:
+            answer = self.channel.receive(timeout)
+        except ConnectionError:
+            self._lose()
+            return False
+        if answer is None:
+            return False
+        self._take(answer)
+        return True
+
+    def _take(self, answer: DraftAnswer) -> None:
+        self._up = True
+        if self._awaiting and answer.step == self._step:
+            self._awaiting = False
+            if self._lacked:
+                self._seconds += 0.1 * (time.perf_counter() - self._sent_at - self._seconds)
+        self.ready += answer.ready
+        told = np.flatnonzero(self._told > 0)
+        row_of = dict(zip(self._uid[told].tolist(), told.tolist(), strict=True))
+        ends = np.cumsum(answer.counts)
+        for uid, length, start, end in zip(
+            answer.uids.tolist(), answer.lengths.tolist(), (ends - answer.counts).tolist(), ends.tolist(), strict=True
+        ):
+            row = row_of.get(uid, -1)
+            if row < 0 or length < self._base[row] or not self._gamma[row]:
+                continue
+            tokens = answer.tokens[start:end][: self._guess.shape[1]]
+            self._base[row], self._count[row] = length, len(tokens)
+            self._guess[row, : len(tokens)] = tokens
+        for uid in answer.lost:
+            if (row := row_of.get(uid, -1)) >= 0:
+                self._told[row], self._base[row] = 0, -1
+                self._hold[row] = self.table.known[row] + _HOLD
+
+    def _introduce(self, row: int) -> DraftSequence:
+        sequence = self.table.sequences[row]
+        assert sequence is not None
+        bare: dict[str, object] = {
+            "prompt": None,
+            "prompt_ids": [],
+            "output_ids": [],
+            "grammar": None,
+            "logprobs": None,
+        }
+        return DraftSequence(
+            sequence.uid,
+            sequence.request.model_copy(update={**bare, "output_ids": []}),
+            sequence.seed,
+            sequence.prompt_len,
+            sequence.limit,
+            sequence.stop_ids,
+            sequence.bad_words,
+            self.table.tokens[row, : self.table.known[row]].copy(),
+        )
+
     def _forget(self, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self.pool.release(self.page_table[row, : self.num_pages[row]].copy())
-            self.num_pages[row] = self.computed[row] = 0
-            self.uid[row] = -1
+        self._uid[rows] = self._base[rows] = -1
+        self._told[rows] = self._gamma[rows] = self._hold[rows] = self._count[rows] = 0
+
+    def _lose(self) -> None:
+        """The draft knows nothing any more: what comes back is told everything."""
+        self._forget(np.arange(len(self._uid)))
+        self._dropped = []
+        self._awaiting = self._up = False
+        self._retry_at = time.perf_counter() + _RETRY
 
 
 @dataclass(slots=True)
@@ -173,6 +393,8 @@ class SpeculationStats:
     drafted: int
     accepted: int
     accepted_at: list[int]
+    ready: int = 0  # a remote draft's proposals that were there before they were asked for
+    draft_up: bool = False  # a remote draft answers
 
     @property
     def rejected(self) -> int:
@@ -193,6 +415,11 @@ class _StepCost:
         self._moments *= 0.98
         self._moments += (1, tokens, tokens * tokens, seconds, tokens * seconds)
 
+    def fade(self) -> None:
+        """What was seen long ago gives way to what is seen next: the machine's load changes."""
+        if self._moments[0] > 5:
+            self._moments *= 0.98
+
     @property
     def known(self) -> bool:
         return bool(self._moments[0] > 2)
@@ -209,18 +436,29 @@ class Speculator:
 
     gamma: None chooses for each sequence the length with the best expected tokens a second, from its own averaged
     acceptance and the measured costs of a plain step, a verifying step and a proposal; 0 where plain decoding is
-    faster, with a trial now and then.
+    faster, with a trial now and then. A remote draft's trials are only compared with what comes.
     """
 
-    def __init__(self, proposer: Proposer, table: SequenceTable, gamma: int | None = None, max_gamma: int = 8) -> None:
+    def __init__(
+        self, proposer: Proposer, table: SequenceTable, gamma: int | None = None, max_gamma: int = MAX_GAMMA
+    ) -> None:
         if gamma is not None and gamma < 1:
             raise ValueError(f"gamma must be at least 1, got {gamma}")
         self.proposer, self.table, self.fixed = proposer, table, gamma
+        self.remote = proposer if isinstance(proposer, RemoteProposer) else None
         self.max_gamma = gamma or max_gamma
         rows = len(table.uid)
         self._uid = np.full(rows, -1, dtype=np.int64)
         self._acceptance = np.zeros(rows)
+        self._delivered = np.zeros(rows)  # the averaged part of the wanted tokens that was proposed
+        self._chosen = np.zeros(rows, dtype=np.int64)  # tokens that pay, before trials
+        self._wanted = np.zeros(rows, dtype=np.int64)  # the same with trials, as a remote draft is asked
+        self._trial = np.zeros(rows, dtype=bool)
+        self._worth = np.zeros(rows)
         self._next_probe = np.zeros(rows, dtype=np.int64)  # the length at which a row at 0 tries again
+        self._gap = np.zeros(rows, dtype=np.int64)  # tokens from a trial in vain to the next
+        self._usual = _HOPE  # acceptance of all sequences
+        self._met = 0
         self._plain, self._verifying = _StepCost(), _StepCost()
         self._propose_seconds = 0.0  # a drafted token, for all rows
         self._proposed = 0.0  # the last proposal as a whole
@@ -231,56 +469,106 @@ class Speculator:
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens to draft for each row, int64 [R]."""
         table = self.table
-        room = table.limit[rows] - table.length[rows] - 1
-        if self.fixed is not None:
-            return np.minimum(self.fixed, room)
-        if not self._plain.known:
-            return np.zeros_like(rows)
+        room = np.maximum(table.limit[rows] - table.length[rows] - 1, 0)
+        self._meet(rows)
+        best, self._worth[rows] = self._choose(rows, len(rows))
+        best = self._chosen[rows] = np.minimum(best, room)
+        probing = np.zeros(len(rows), dtype=bool)
+        if self.fixed is None and self._plain.known:
+            probing = (best == 0) & (table.length[rows] >= self._next_probe[rows])
+        if self.remote is None:
+            return np.where(probing, np.minimum(1, room), best)
+        self._trial[rows] = probing
+        self._judge(rows[probing])
+        wanted = self._wanted[rows] = np.where(probing, np.minimum(_PROBE, room), best)
+        have = self.remote.available(rows, wanted, self._worth[rows])
+        self._delivered[rows[probing & (have > 0)]] = 1.0
+        late = rows[(best > 0) & (have == 0) & self.remote.up]
+        self._delivered[late] -= 0.05 * self._delivered[late]
+        return np.where(probing, 0, have)
+
+    def _meet(self, rows: np.ndarray) -> None:
+        """Sequences seen for the first time start as all do, now and then one with more hope."""
+        table = self.table
         new = rows[self._uid[rows] != table.uid[rows]]
+        if not len(new):
+            return
         self._uid[new] = table.uid[new]
-        self._acceptance[new] = 0.7
+        hopeful = (self._met + np.arange(len(new))) % _TRIAL == 0
+        self._met += len(new)
+        self._acceptance[new] = np.where(hopeful, max(self._usual, _HOPE), self._usual)
+        self._delivered[new] = 1.0
+        self._gap[new] = _PROBE_EVERY
         self._next_probe[new] = table.length[new] + _PROBE_EVERY
+        self._trial[new] = False
+        self._wanted[new] = self._choose(new, int((table.uid >= 0).sum()))[0] if self._plain.known else 1
+
+    def _choose(self, rows: np.ndarray, running: int) -> tuple[np.ndarray, np.ndarray]:
+        """The number of tokens that pays most for each row in steps of `running` rows, and the seconds of a step that
+        each row's proposal saves."""
+        if not self._plain.known:
+            return np.full(len(rows), self.fixed or 0), np.zeros(len(rows))
         gammas = np.arange(self.max_gamma + 1)
         a = np.minimum(self._acceptance[rows], 0.98)[:, None]
-        expected = (1 - a ** (gammas + 1)) / (1 - a)
+        expected = 1 + self._delivered[rows, None] * ((1 - a ** (gammas + 1)) / (1 - a) - 1)
         # as if every row drafted as many: the costs of a step are everybody's
-        plain = self._plain(np.array([len(rows)]))
-        verifying = (self._verifying if self._verifying.known else self._plain)(len(rows) * (1 + gammas))
+        plain = self._plain(np.array([running]))
+        verifying = (self._verifying if self._verifying.known else self._plain)(running * (1 + gammas))
+        verifying = np.maximum(verifying, plain)  # more tokens never take less: that was noise
         seconds = np.where(gammas > 0, verifying + self._propose_seconds * gammas, plain)
         gain = expected * (plain / seconds)
         best = gain.argmax(axis=1)
         best[gain.max(axis=1) < 1.02] = 0
-        probing = (best == 0) & (table.length[rows] >= self._next_probe[rows])
-        best[probing] = 1
-        return np.minimum(best, room)
+        if self.fixed is not None:
+            best[:] = self.fixed
+        worth = np.maximum(expected[np.arange(len(rows)), best] * plain - verifying[best], 0) / running
+        return best, np.where(best > 0, worth, 0.0)
+
+    def _judge(self, rows: np.ndarray) -> None:
+        """Learn from a remote draft's trials; those without an answer for long are given up."""
+        assert self.remote is not None
+        right, judged = self.remote.judge(rows)
+        length = self.table.length[rows]
+        over = (judged > 0) | (length >= self._next_probe[rows] + _PROBE_EVERY)
+        self._learn(rows[judged > 0], right[judged > 0], judged[judged > 0])
+        self._next_probe[rows[over]] = length[over] + self._gap[rows[over]]
+        self._gap[rows[over]] = np.minimum(2 * self._gap[rows[over]], _PROBE_SELDOM)
 
     def propose(self, plan: StepPlan) -> None:
         """Put drafts into the plan and into the tables of tokens; runs with fewer than planned get shorter."""
-        at = np.flatnonzero(plan.drafts > 0)
-        self._next_probe[plan.rows[at]] = plan.lengths[at] + _PROBE_EVERY
         start = time.perf_counter()
-        drafts = self.proposer.propose(plan.rows[at], plan.drafts[at])
+        at = np.flatnonzero(plan.drafts > 0)
+        rows = plan.rows[at]
+        if self.remote is not None:
+            self._meet(plan.rows)
+            self.remote.tell(self._wanted, self._trial)
+        if not len(at):
+            self._proposed = time.perf_counter() - start
+            return
+        in_vain = self._chosen[rows] == 0
+        self._next_probe[rows] = plan.lengths[at] + self._gap[rows]
+        self._gap[rows] = np.where(in_vain, np.minimum(2 * self._gap[rows], _PROBE_SELDOM), _PROBE_EVERY)
+        drafts = self.proposer.propose(rows, plan.drafts[at], self._worth[rows])
         self._proposed = time.perf_counter() - start
         seconds = self._proposed / int(plan.drafts[at].max())
         self._proposals += 1
         self._propose_seconds += (seconds - self._propose_seconds) / min(self._proposals, 20)
         drafts[np.arange(drafts.shape[1]) >= plan.drafts[at, None]] = NO_TOKEN
-        for k in np.flatnonzero(self.table.has_grammar[plan.rows[at]]).tolist():
-            sequence = self.table.sequences[plan.rows[at[k]]]
+        if self.remote is not None:
+            plan.ahead = np.zeros(len(plan.rows), dtype=bool)
+            plan.ahead[at] = self.remote.went_ahead(rows)
+        for k in np.flatnonzero(self.table.has_grammar[rows]).tolist():
+            sequence = self.table.sequences[rows[k]]
             assert sequence is not None and sequence.grammar is not None
             drafts[k, sequence.grammar.fitting(drafts[k, drafts[k] != NO_TOKEN].tolist()) :] = NO_TOKEN
         counts = np.cumprod(drafts != NO_TOKEN, axis=1).sum(axis=1)
+        self._delivered[rows] += 0.05 * (counts / plan.drafts[at] - self._delivered[rows])
         plan.counts[at] += counts - plan.drafts[at]
         plan.drafts[at] = counts
         plan.draft_ids = np.full((len(plan.rows), int(counts.max(initial=0))), NO_TOKEN, dtype=np.int32)
         plan.draft_ids[at] = drafts[:, : plan.draft_ids.shape[1]]
         i, j = np.nonzero(np.arange(plan.draft_ids.shape[1]) < plan.drafts[:, None])
-        ids, rows, places = plan.draft_ids[i, j], plan.rows[i], plan.lengths[i] + j
-        self.table.tokens[rows, places] = ids
-        if self.table.device_tokens.device.type != "cpu":
-            self.table.device_tokens[torch.from_numpy(rows), torch.from_numpy(places)] = torch.from_numpy(ids).to(
-                self.table.device_tokens.device
-            )
+        self.table.write(plan.rows[i], plan.lengths[i] + j, plan.draft_ids[i, j])
 
     def learn(self, plan: StepPlan, accepted: np.ndarray) -> None:
         """Learn how many [B] drafts of each run stood."""
@@ -290,16 +578,22 @@ class Speculator:
         self.drafted += int(plan.drafts.sum())
         self.accepted_at += (np.arange(self.max_gamma) < accepted[:, None]).sum(axis=0)
         # what follows a rejected token says nothing
-        judged = np.minimum(accepted + 1, plan.drafts)[at]
-        rows = plan.rows[at]
-        self._acceptance[rows] += (1 - 0.85**judged) * (accepted[at] / judged - self._acceptance[rows])
+        self._learn(plan.rows[at], accepted[at], np.minimum(accepted + 1, plan.drafts)[at])
+
+    def _learn(self, rows: np.ndarray, right: np.ndarray, judged: np.ndarray) -> None:
+        self._acceptance[rows] += (1 - 0.85**judged) * (right / judged - self._acceptance[rows])
+        total = int(judged.sum())
+        if total:
+            self._usual += (1 - 0.995**total) * (right.sum() / total - self._usual)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn what a step cost; those that read prompts say nothing."""
         if (plan.counts - plan.drafts == 1).all():
-            cost = self._verifying if plan.verifies else self._plain
-            cost.observe(int(plan.counts.sum()), seconds - self._proposed)
+            costs = (self._verifying, self._plain) if plan.verifies else (self._plain, self._verifying)
+            costs[0].observe(int(plan.counts.sum()), seconds - self._proposed)
+            costs[1].fade()
         self._proposed = 0.0
 
     def stats(self) -> SpeculationStats:
-        return SpeculationStats(self.drafted, int(self.accepted_at.sum()), self.accepted_at.tolist())
+        ready, up = (self.remote.ready, self.remote.up) if self.remote is not None else (0, False)
+        return SpeculationStats(self.drafted, int(self.accepted_at.sum()), self.accepted_at.tolist(), ready, up)

@@ -37,7 +37,13 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"model": "x", "dtype": "int3"}, "dtype: .*'auto', 'float32'"),
         ({"model": "x", "device": "gpu"}, "device: "),
         ({"model": "x", "use_paged_attention": False, "page_size": 16}, "page_size needs use_paged_attention"),
-        ({"model": "x", "speculation": "draft"}, "speculation draft and draft_model go together"),
+        ({"model": "x", "speculation": "draft"}, "speculation draft needs a draft_model"),
+        ({"model": "x", "speculation": "ngram", "draft_model": "y"}, "draft_model needs speculation auto or draft"),
+        ({"model": "x", "num_drafts": 2}, "num_drafts needs a draft_model"),
+        (
+            {"model": "x", "draft_model": "y", "draft_placement": "replica", "draft_num_gpus": 1},
+            "draft_num_gpus needs draft_placement actor",
+        ),
         ({"model": "x", "gamma": 3}, "gamma needs speculation"),
         ({"model": "x", "num_replicas": 3, "max_replicas": 2}, "max_replicas 2 is below num_replicas 3"),
         ({"model": "x", "generation_backend": "eager", "max_batch_size": 4}, "max_batch_size above 1 needs"),
@@ -142,3 +148,14 @@ def test_not_loopback(host: str) -> None:
 def test_loopback_is_what_ipaddress_says(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
     mapped = getattr(address, "ipv4_mapped", None)
     assert is_loopback(str(address)) == is_loopback(address.exploded) == (mapped or address).is_loopback
+
+
+def test_who_proposes() -> None:
+    def proposer(**options: object) -> tuple[str, bool]:
+        config = ServingConfig.from_options({"model": "x", **options})
+        return config.proposer, config.has_draft_actors
+
+    assert proposer() == ("off", False)
+    assert proposer(draft_model="y") == proposer(draft_model="y", speculation="draft") == ("draft", True)
+    assert proposer(draft_model="y", draft_placement="replica") == ("draft", False)
+    assert proposer(speculation="ngram") == ("ngram", False)

@@ -28,12 +28,12 @@ def body(seed: int, tokens: int = TOKENS) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def reference() -> list[str]:
     """The texts of seeds 0 to 31, by one engine in this process."""
-    from app.replica import _load_model, load_tokenizer
+    from app.replica import load_model, load_tokenizer
     from app.settings import ServingConfig
 
     config = ServingConfig(model="dummy", dtype="float32", max_batch_size=STREAMS, max_model_len=CONTEXT)
     tokenizer = load_tokenizer(config)
-    engine = ContinuousBatchingEngine.from_serving_config(config, _load_model(config, tokenizer), tokenizer)
+    engine = ContinuousBatchingEngine.from_serving_config(config, load_model(config, tokenizer), tokenizer)
     for seed in range(STREAMS):
         prompt = f"stream {seed}"
         engine.add_request(

@@ -181,7 +181,7 @@ def test_ngram_finds_the_last_continuation() -> None:
     for row, tokens in enumerate(([1, 2, 3, 4, 9, 1, 2, 3], [7, 8, 5, 7, 8, 6, 7, 8], [1, 2, 3, 4])):
         table.tokens[row, : len(tokens)] = tokens
         table.known[row] = len(tokens)
-    drafts = NgramProposer(table).propose(np.array([0, 1, 2]), np.array([3, 2, 4]))
+    drafts = NgramProposer(table).propose(np.array([0, 1, 2]), np.array([3, 2, 4]), np.zeros(3))
     assert drafts.tolist() == [[4, 9, 1, NO_TOKEN], [6, 7, NO_TOKEN, NO_TOKEN], [NO_TOKEN] * 4]
 
 
@@ -190,7 +190,7 @@ def test_what_is_refused(target) -> None:
         ({"speculation": "draft"}, "go together"),
         ({"speculation": "nope"}, "unknown speculation 'nope'; known: draft, ngram, off"),
         ({"speculation": "ngram", "gamma": 0}, "gamma must be at least 1"),
-        ({"speculation": "draft", "draft_model": make(1, vocab_size=99)}, "vocabulary of 99 is not the target's 100"),
+        ({"speculation": "draft", "draft_model": make(1, vocab_size=99)}, "vocabulary of 99 is below the target's 100"),
         ({"speculation": "draft", "draft_model": make(1, max_seq_len=64)}, "context of 64 is below the target's 128"),
     ):
         with pytest.raises(ValueError, match=message):
