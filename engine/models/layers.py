@@ -141,7 +141,8 @@ class PackedLinear(nn.Module):
     def __init__(self, *linears: Any) -> None:
         super().__init__()
         self.sizes = [linear.weight.shape[0] for linear in linears]
-        self.packed = torch.cat([linear.weight.detach() for linear in linears])
+        weights = [linear.weight.detach() for linear in linears]
+        self.packed = torch.cat(weights) if len(weights) > 1 else weights[0]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self.scales: Tensor | None = None
@@ -162,7 +163,9 @@ class PackedLinear(nn.Module):
             return _ONEDNN._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         if self.form == "plain":
             return F.linear(x, self.packed, self.bias)
-        if self.form == "int8":
+        if self.form == "int8" and len(x) > _FEW:
+            y = F.linear(x, self.packed.to(x.dtype)).mul_(self.scales)
+        elif self.form == "int8":
             y = torch.ops.aten._weight_int8pack_mm(x, self.packed, self.scales)
         else:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, _GROUP, self.scales)
@@ -170,6 +173,7 @@ class PackedLinear(nn.Module):
 
 
 _ONEDNN, _POINTWISE = torch.ops.mkldnn, "_linear_pointwise"
+_FEW = 40  # rows up to which int8's kernel is faster than a plain product
 _GROUP = 32  # inputs that share a scale and a zero in int4, as in GGUF's Q4_1
 
 

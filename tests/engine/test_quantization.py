@@ -100,21 +100,22 @@ def test_greedy_is_transformers_with_the_rounded_weights(kind: str) -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_in_any_batch(kind: str, dtype: torch.dtype) -> None:
-    """To the bit: which the kernels for half precision without quantisation don't promise."""
+    """To the bit, up to the 32 rows of decodes: which the kernels without quantisation don't promise."""
     torch.manual_seed(1)
     linear = PackedLinear(torch.nn.Linear(96, 48).to(dtype), torch.nn.Linear(96, 32, bias=False).to(dtype))
     plain = torch.nn.functional.linear
-    x = torch.randn(40, 96, dtype=dtype)
+    x = torch.randn(48, 96, dtype=dtype)
     exact = plain(x.float(), linear.packed.float())
     linear.bias = None
     linear.lay_out(kind)
     with torch.inference_mode():
-        y = linear(x)
+        y, many = linear(x[:32]), linear(x)
         for count in (1, 2, 3, 5, 8, 17):
-            for start in range(0, 40 - count, 7):
+            for start in range(0, 32 - count, 7):
                 assert torch.equal(linear(x[start : start + count]), y[start : start + count])
-    loss = (y.float() - exact).norm() / exact.norm()
-    assert loss < {"int8": 0.01, "int4": 0.1}[kind]
+    for got in (y, many):
+        loss = (got.float() - exact[: len(got)]).norm() / exact[: len(got)].norm()
+        assert loss < {"int8": 0.01, "int4": 0.1}[kind]
 
 
 @pytest.mark.parametrize(("kind", "most"), (("int8", 0.02), ("int4", 0.2)))
