@@ -28,7 +28,7 @@ _LONG_ROWS = 64  # rows of a tile for runs that don't fit a small one
 _MOST_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_table", "run_stride", "page_stride", "tokens"])
 def attend_kernel(
     q: tl.tensor,  # [tokens, HEADS, HEAD_DIM]
     k_pages: tl.tensor,  # [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]
@@ -117,7 +117,7 @@ def join_kernel(
     tl.store(out + row.to(tl.int64) * HEAD_DIM + d, acc, mask=d < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def append_kernel(
     q: tl.tensor,  # a token's heads in a row, tokens q_stride apart; k and v alike
     k: tl.tensor,
@@ -300,7 +300,8 @@ def _append(
 
 
 def attend_options(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Block sizes and launch options of `attend_kernel` that spill no registers on Hopper."""
+    """Block sizes and launch options of `attend_kernel` that spill no registers on Hopper, but for prompts in fp32 with
+    a head_dim above 128."""
     exact, wide = dtype == torch.float32, head_dim > 128  # fp32 products are not made by tensor cores
     return {
         "ROWS": rows,
