@@ -382,6 +382,7 @@ def build_engine(
     import torch
 
     torch.set_num_threads(threads)
+    from engine.attention import attention_for
     from engine.batch_engine import ContinuousBatchingEngine
 
     tokenizer = load_tokenizer(config)
@@ -411,7 +412,7 @@ def build_engine(
         "max_batch_size": stats.max_batch_size,
         "page_size": stats.page_size,
         "num_pages": stats.total_pages,
-        "attn_impl": config.attn_impl,
+        "attn_impl": attention_for(config.attn_impl, model.device),
         "mlp_impl": config.mlp_impl,
         "generation_backend": config.generation_backend,
         "enable_prefix_cache": config.enable_prefix_cache,
@@ -447,6 +448,7 @@ def load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
     """The configured model, on its device. Raises ValueError."""
     import torch
 
+    from engine.attention import attention_for
     from engine.models import loader
     from engine.models.decoder import DecoderModel
 
@@ -474,7 +476,7 @@ def load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
         num_heads=4,
         num_kv_heads=2,
         max_seq_len=config.max_model_len or 2048,
-        attn_impl=config.attn_impl,
+        attn_impl=attention_for(config.attn_impl, device),
         mlp_impl=config.mlp_impl,
     )
     return model.to(device=device, dtype=dtype or torch.float32).eval()

@@ -43,7 +43,9 @@ class ServingConfig(BaseSettings):
         None, description="weights of the layers on a CPU, rounded at the start: faster for a few requests at a time"
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda)(:\d+)?$", description="auto, cpu or cuda")
-    attn_impl: str = Field("mha", description="attention backend: a registered name, or package.module:factory")
+    attn_impl: str = Field(
+        "auto", description="attention backend: a registered name, package.module:factory, or auto: triton on CUDA"
+    )
     mlp_impl: str = Field("mlp", description="MLP: a registered name, or package.module:factory")
     model_class: str | None = Field(None, description="package.module:Class of your own model, an engine.CausalLM")
     generation_backend: Literal["batched", "eager"] = Field("batched", description="eager: one request at a time")

@@ -108,7 +108,16 @@ class AttentionBackend(ABC):
 @cache
 def has_triton(device: torch.device) -> bool:
     """Whether the kernels of `engine.fused` and of the backend `triton` run there."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attention_for(attn_impl: str, device: torch.device | str) -> str:
+    """The backend that a name stands for on a device: `auto` is `triton` where that runs, else `mha`."""
+    if attn_impl != "auto":
+        return attn_impl
+    return "triton" if has_triton(torch.device(device)) else "mha"
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention import imported
+from engine.attention import attention_for, imported
 from engine.models.decoder import CausalLM, DecoderModel
 from engine.models.gguf import GGUFCheckpoint
 from engine.schemas import SamplingParams
@@ -87,7 +87,7 @@ def load_model(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
-    attn_impl: str = "mha",
+    attn_impl: str = "auto",
     mlp_impl: str = "mlp",
     revision: str | None = None,
     token: str | None = None,
@@ -113,7 +113,10 @@ def load_model(
     try:
         with torch.device("meta"):
             model = model_class.from_checkpoint(
-                checkpoint.config, attn_impl=attn_impl, mlp_impl=mlp_impl, max_seq_len=max_seq_len
+                checkpoint.config,
+                attn_impl=attention_for(attn_impl, device),
+                mlp_impl=mlp_impl,
+                max_seq_len=max_seq_len,
             )
     except (ValueError, RuntimeError, OverflowError) as error:  # the last two: sizes that no tensor can have
         raise ValueError(f"{path_or_id}: {error}") from None
