@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from engine.models.decoder import DecoderModel
 from engine.schemas import FinishReason
 from engine.tokenization import SimpleCharacterTokenizer
 
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "speculation.md"
 PROMPT = [1, 2, 0]
 
 
@@ -203,3 +207,15 @@ def test_what_is_refused(target: DecoderModel) -> None:
     for fields in ({"grammar": {"kind": "regex", "text": "a"}}, {"adapter": "x"}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             backend.generate("abc", **fields)
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S))
+def test_the_guides_snippets_run_as_printed(
+    snippet: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A comment `# True ...` or `# 30` after a print is what it must print."""
+    monkeypatch.chdir(ROOT)
+    exec(snippet, {})
+    lines = capsys.readouterr().out.splitlines()
+    promised = re.findall(r"^ *print\(.*\)  # ([A-Z0-9].*)$", snippet, re.M)
+    assert promised and all(line in lines for line in promised), lines
