@@ -274,12 +274,12 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
 
     try:
         if address is None:
-            cores = available_cores()
+            cores, engines = available_cores(), config.max_replicas or config.num_replicas
             if config.num_threads is None:
-                config = config.model_copy(update={"num_threads": max(1, cores // config.num_replicas - 1)})
+                config = config.model_copy(update={"num_threads": max(1, cores // engines - 1)})
             ray.init(
                 address="local",
-                num_cpus=max(cores, config.num_replicas + config.has_draft_actors * config.num_drafts),
+                num_cpus=max(cores, engines + config.has_draft_actors * config.num_drafts),
                 include_dashboard=False,
                 logging_level="warning",
                 _temp_dir=str(folder / "ray"),
