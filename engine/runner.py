@@ -153,9 +153,9 @@ class ModelRunner:
         lengths = np.repeat(plan.lengths[plan.samples], per_run) + offsets
         logits = self.model.logits(hidden)
         masks = fill_masks(plan, table, self.sampler.vocab_size) if plan.masked else None  # while the device works
-        sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks)
-        places = self._to_device(rows), self._to_device(lengths)
-        table.device_tokens.index_put_(places, sampled.ids.clamp(min=0).to(torch.int32))
+        places = self._to_device(np.stack((rows, lengths)))
+        sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks, places)
+        table.device_tokens.index_put_((places[0], places[1]), sampled.ids.clamp(min=0).to(torch.int32))
         if self.device.type != "cuda":
             return LaunchedStep(plan, sampled, None, prompt_scores)
         sampled = sampled.to_host()

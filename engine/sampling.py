@@ -254,14 +254,17 @@ class Sampler:
         lengths: np.ndarray,
         tokens: Tensor,
         masks: tuple[np.ndarray, Tensor] | None = None,
+        places: Tensor | None = None,
     ) -> Sampled:
         """logits: [R, >= vocab_size]. rows: int64 [R] into the table. lengths: int64 [R], tokens known, which is the
         position of the chosen one. tokens: [table rows, max_seq_len + 1] int32, all known tokens by position. masks:
-        indices of rows with a grammar, and what each allows (`structured.fill_masks`)."""
+        indices of rows with a grammar, and what each allows (`structured.fill_masks`). places: int64 [2, R], rows and lengths on the device, if they are
+        there already."""
         table = self.table
         device = logits.device
-        row_ids = torch.from_numpy(rows).to(device, non_blocking=True)
-        positions = torch.from_numpy(lengths).to(device, non_blocking=True)
+        if places is None:
+            places = torch.from_numpy(np.stack((rows, lengths))).to(device, non_blocking=True)
+        row_ids, positions = places[0], places[1]
         raw = logits[:, : self.vocab_size]
         wanted = int(table.num_logprobs[rows].max(initial=-1))
         if self.fused and wanted < 0 and masks is None and self._leaves_alone(rows, lengths):
