@@ -258,8 +258,8 @@ class Sampler:
     ) -> Sampled:
         """logits: [R, >= vocab_size]. rows: int64 [R] into the table. lengths: int64 [R], tokens known, which is the
         position of the chosen one. tokens: [table rows, max_seq_len + 1] int32, all known tokens by position. masks:
-        indices of rows with a grammar, and what each allows (`structured.fill_masks`). places: int64 [2, R], rows and lengths on the device, if they are
-        there already."""
+        indices of rows with a grammar, and what each allows (`structured.fill_masks`). places: int64 [2, R], rows and
+        lengths on the device, if they are there already."""
         table = self.table
         device = logits.device
         if places is None:
