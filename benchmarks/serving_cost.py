@@ -189,11 +189,12 @@ def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, f
 
 
 def load(url: str, requests: int, concurrency: int, stream: bool) -> Any:
-    from app.bench.load import Lengths, Load, Run, Target
+    from app.bench.load import Kind, Lengths, Load, Run, Target
     from app.bench.report import Report
 
     target = Target(url, "dummy", stream=stream, ignore_eos=True)
-    run = Run(target, Load(Lengths(32, 32), Lengths(16, 16), concurrency=concurrency, requests=requests))
+    kind = Kind("all", Lengths(32, 32), Lengths(16, 16))
+    run = Run(target, Load((kind,), concurrency=concurrency, requests=requests))
     asyncio.run(run.run())
     report = Report.of(run, started=datetime.now(UTC), options={})
     if report.failed or report.warnings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import resource
 import signal
@@ -21,8 +22,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from app.bench.load import BenchError, Lengths, Load, Run, Target
-from app.bench.report import Report
+from app.bench.compare import render as render_comparison
+from app.bench.html import page
+from app.bench.load import BenchError, Kind, Lengths, Load, Run, Target, read_mix
+from app.bench.report import LATENCIES, Objective, Report
+from app.bench.search import find_rate
 
 
 def _number(kind: Callable[[str], Any], low: float) -> Callable[[str], Any]:
@@ -50,11 +54,44 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _objective(text: str) -> Objective:
+    given = {}
+    for part in text.split(","):
+        name, _, bound = part.partition("=")
+        if name.strip() not in LATENCIES or not (value := _number(float, 0)(bound)):
+            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(LATENCIES)} with =MILLISECONDS")
+        given[name.strip()] = value
+    return Objective(**given)
+
+
+def _bound(text: str) -> tuple[str, float]:
+    given = _objective(text).model_dump(exclude_none=True)
+    if len(given) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: one latency is bounded")
+    return next(iter(given.items()))
+
+
+def _mix(path: str) -> tuple[Kind, ...]:
+    try:
+        return read_mix(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def _report(path: str) -> tuple[str, Report]:
+    try:
+        return path, Report.model_validate_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-bench",
         description="Load on any OpenAI-compatible server. Latencies are counted from the scheduled send time.",
-        epilog="Ctrl-C ends the run and reports what there is. Exit code 1 if no request succeeded.",
+        epilog='A line of a mix: {"name": "chat", "weight": 3, "input_tokens": "64:512", "prefix_tokens": 32, '
+        '"output_tokens": 128}, prefix_tokens being shared by all of its kind; or with "prompt" in place of '
+        "input_tokens. Ctrl-C ends the run and reports what there is. Exit code 1 if no request succeeded.",
     )
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="/v1 is added if it has no path (default: %(default)s)")
@@ -65,17 +102,28 @@ def _parser() -> argparse.ArgumentParser:
     pace = parser.add_mutually_exclusive_group(required=True)
     pace.add_argument("--rate", type=_number(float, 0), help="open loop: requests a second, whatever the server does")
     pace.add_argument("--concurrency", type=_number(int, 0), help="closed loop: requests in flight at once")
+    pace.add_argument(
+        "--find-rate",
+        type=_bound,
+        metavar="LATENCY=MS",
+        help="open loop at the highest rate that keeps the p99 of ttft, tpot or e2e at or below this, as e2e=200; each "
+        "rate is tried with --requests requests, or more to fill 10 s",
+    )
+    pace.add_argument("--compare", type=_report, nargs=2, metavar="FILE", help="two reports: a base and a new one")
     add("--arrivals", choices=("poisson", "constant"), default="poisson", help="of --rate (default: %(default)s)")
     add("--requests", type=_number(int, 0), help="how many are measured (default: 100 if no --duration)")
     add("--duration", type=_number(float, 0), help="seconds of sending, after the warm-up")
     add("--warmup", type=_number(int, -1), default=0, help="requests sent first and not counted (default: %(default)s)")
     for name, what in (("--input-tokens", "prompt lengths"), ("--output-tokens", "tokens asked for")):
         add(name, type=_lengths, metavar="N|MIN:MAX", default=Lengths(128, 128), help=f"{what}, drawn evenly (128)")
+    add("--mix", type=_mix, metavar="FILE", help="instead: kinds of requests, a JSON object a line, see below")
+    add("--slo", type=_objective, metavar="LATENCY=MS,...", help="count who keeps these bounds, as ttft=200,tpot=30")
     add("--ignore-eos", action="store_true", help="answers of exactly that length (ignore_eos and min_tokens)")
     add("--body", type=_json_object, default={}, metavar="JSON", help='added to each request, as {"temperature": 0.7}')
     add("--timeout", type=_number(float, 0), default=600.0, help="seconds a request may take (default: %(default)g)")
     add("--seed", type=_number(int, -1), default=0, help="of arrivals, lengths and prompts (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="write the report there, as JSON")
+    add("--html", type=Path, metavar="FILE", help="write the report, or the comparison, there with plots")
     return parser
 
 
@@ -83,6 +131,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Exit code 0, 1 if it couldn't start or no request succeeded, 2 bad option, 130 Ctrl-C."""
     parser = _parser()
     options = parser.parse_args(argv)
+    for name in ("output", "html"):
+        if (path := getattr(options, name)) and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
+    if options.compare:
+        (_, base), (_, new) = options.compare
+        Console().print(render_comparison(base, new))
+        if options.html:
+            options.html.write_text(page(options.compare))
+        return 0
     if options.requests is None and options.duration is None:
         options.requests = 100
     try:
@@ -97,9 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             body=options.body,
         )
         load = Load(
-            input_tokens=options.input_tokens,
-            output_tokens=options.output_tokens,
-            rate=options.rate,
+            mix=options.mix or (Kind("all", options.input_tokens, options.output_tokens),),
+            rate=1.0 if options.find_rate else options.rate,
             poisson=options.arrivals == "poisson",
             concurrency=options.concurrency,
             requests=options.requests,
@@ -109,13 +165,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    if options.output and not options.output.parent.is_dir():
-        parser.error(f"--output: there is no folder {options.output.parent}")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # an overloaded open loop holds many connections
-    shown = {name: value for name, value in vars(options).items() if name not in ("api_key", "output")}
+    silent = ("api_key", "output", "html", "compare", "slo")
+    shown = {name: value for name, value in vars(options).items() if name not in silent}
+    console = Console(stderr=True)
+    bench = benchmark(target, load, shown, console, options.slo)
+    if options.find_rate:
+        bench = _search(target, load, shown, console, options.slo, *options.find_rate)
     try:
-        report = uvloop.run(benchmark(target, load, shown, Console(stderr=True)))
+        report = uvloop.run(bench)
     except BenchError as error:
         print(f"llm-bench: {error}", file=sys.stderr)
         return 1
@@ -124,10 +183,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console().print(report.render())
     if options.output:
         options.output.write_text(report.model_dump_json(indent=1) + "\n")
+    if options.html:
+        options.html.write_text(page([(report.options["model"], report)]))
     return 130 if report.interrupted else int(not report.succeeded)
 
 
-async def benchmark(target: Target, load: Load, options: dict[str, Any], console: Console) -> Report:
+async def _search(
+    target: Target,
+    load: Load,
+    options: dict[str, Any],
+    console: Console,
+    objective: Objective | None,
+    name: str,
+    bound_ms: float,
+) -> Report:
+    """`find_rate`, from the rate at which one request comes as the last one ends."""
+    alone = await benchmark(target, replace(load, rate=None, concurrency=1, requests=10), options, console)
+
+    async def measure(rate: float) -> Report:
+        requests = max(load.requests or 0, math.ceil(rate * (load.duration or 10.0)))
+        tried = replace(load, rate=rate, requests=requests, duration=None)
+        report = await benchmark(target, tried, options | {"rate": rate}, console, objective)
+        p99 = report.p99_ms[name]
+        shown = "a failure" if p99 is None else f"{name} {p99:.1f} ms"
+        console.print(f"{rate:.2f} requests/s: p99 {shown}", highlight=False)
+        return report
+
+    if alone.interrupted or not alone.succeeded:
+        return alone
+    spread = getattr(alone, f"{name}_ms")
+    hopeless = spread is None or spread.p50 > bound_ms
+    found = None if hopeless else await find_rate(measure, name, bound_ms, alone.requests_per_second)
+    if found is None:
+        raise BenchError(f"no rate keeps the p99 of {name} at {bound_ms:g} ms")
+    return found
+
+
+async def benchmark(
+    target: Target, load: Load, options: dict[str, Any], console: Console, objective: Objective | None = None
+) -> Report:
     """One run with a progress line on `console`; SIGINT and SIGTERM end it early. BenchError if it can't start."""
     if not target.model:
         async with target.session() as session:
@@ -147,7 +241,7 @@ async def benchmark(target: Target, load: Load, options: dict[str, Any], console
     if not task.cancelled():
         task.result()
     options = options | {"model": target.model}
-    return Report.of(run, started=started, options=options, interrupted=task.cancelled())
+    return Report.of(run, started=started, options=options, interrupted=task.cancelled(), objective=objective)
 
 
 def _progress(run: Run) -> Text:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -60,6 +60,60 @@ class Lengths(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Kind:
+    """One kind of request of a mix: how often it comes, against the others, and how long it is.
+
+    Its prompts are random words, the first `prefix_tokens` of them the same in all, or always `prompt`.
+    """
+
+    name: str
+    input_tokens: Lengths
+    output_tokens: Lengths
+    weight: float = 1.0
+    prefix_tokens: int = 0
+    prompt: str | None = None
+
+    @classmethod
+    def parse(cls, line: str, number: int) -> Kind:
+        """A line of a mix: a JSON object. ValueError says what is wrong with it."""
+        given = orjson.loads(line)
+        if not isinstance(given, dict):
+            raise ValueError("not a JSON object")
+        if unknown := given.keys() - {field.name for field in fields(cls)}:
+            raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+        prompt = given.get("prompt")
+        if (prompt is None) == ("input_tokens" not in given) or "output_tokens" not in given:
+            raise ValueError("give output_tokens and one of input_tokens and prompt")
+        kind = cls(
+            str(given.get("name", number)),
+            Lengths.parse(str(given.get("input_tokens", 1))),
+            Lengths.parse(str(given["output_tokens"])),
+            float(given.get("weight", 1)),
+            int(given.get("prefix_tokens", 0)),
+            None if prompt is None else str(prompt),
+        )
+        if not 0 < kind.weight < float("inf"):
+            raise ValueError("weight must be above 0")
+        if not 0 <= kind.prefix_tokens < kind.input_tokens.low:
+            raise ValueError("prefix_tokens must lie below input_tokens")
+        return kind
+
+
+def read_mix(text: str) -> tuple[Kind, ...]:
+    """The kinds of a mix, one a line. ValueError names the line."""
+    kinds = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                kinds.append(Kind.parse(line, number))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number}: {error}") from None
+    if not kinds:
+        raise ValueError("it holds no line")
+    return tuple(kinds)
+
+
+@dataclass(frozen=True)
 class Load:
     """When requests are sent and how long they are.
 
@@ -69,8 +123,7 @@ class Load:
     counted. The same seed gives the same arrivals, lengths and prompts.
     """
 
-    input_tokens: Lengths
-    output_tokens: Lengths
+    mix: tuple[Kind, ...]
     rate: float | None = None
     poisson: bool = True
     concurrency: int | None = None
@@ -84,6 +137,8 @@ class Load:
             raise ValueError("give either rate or concurrency")
         if self.requests is None and self.duration is None:
             raise ValueError("give requests, duration or both")
+        if len({kind.name for kind in self.mix}) < len(self.mix):
+            raise ValueError("two kinds of the mix have one name")
 
     def arrivals(self) -> Iterator[float]:
         """Send times of the open loop, in seconds from its start; endless."""
@@ -96,13 +151,25 @@ class Load:
             at += rng.exponential(1 / self.rate)
             yield at
 
-    def prompts(self, words_for: Callable[[int], int]) -> Iterator[tuple[str, int]]:
-        """Prompts with the number of tokens to ask for; endless. `words_for` turns prompt tokens into words."""
+    def prompts(self, words_for: Callable[[int], int]) -> Iterator[tuple[Kind, str, int]]:
+        """Prompts with their kinds and the number of tokens to ask for; endless. `words_for` turns prompt tokens into
+        words."""
         rng = np.random.default_rng([self.seed, 1])
+        weights = np.array([kind.weight for kind in self.mix])
+        bounds = np.cumsum(weights) / weights.sum()
+        prefixes = {
+            kind.name: np.random.default_rng([self.seed, 2, i]).integers(len(WORDS), size=kind.prefix_tokens)
+            for i, kind in enumerate(self.mix)
+        }
         while True:
-            tokens = int(rng.integers(*self.input_tokens, endpoint=True))
-            output = int(rng.integers(*self.output_tokens, endpoint=True))
-            yield " ".join(WORDS[i] for i in rng.integers(len(WORDS), size=words_for(tokens))), output
+            kind = self.mix[min(int(np.searchsorted(bounds, rng.random(), "right")), len(self.mix) - 1)]
+            tokens = int(rng.integers(*kind.input_tokens, endpoint=True))
+            output = int(rng.integers(*kind.output_tokens, endpoint=True))
+            words = rng.integers(len(WORDS), size=words_for(tokens))
+            if kind.prefix_tokens:
+                prefix = prefixes[kind.name][: min(words_for(kind.prefix_tokens), len(words))]
+                words[: len(prefix)] = prefix
+            yield kind, kind.prompt if kind.prompt is not None else " ".join(WORDS[i] for i in words), output
 
 
 @dataclass(slots=True)
@@ -114,6 +181,7 @@ class Sample:
 
     asked_tokens: int
     scheduled: float
+    kind: str = ""
     sent: float = 0.0
     first: float | None = None
     last: float | None = None
@@ -325,8 +393,8 @@ class Run:
         return True
 
     async def _one(self, session: aiohttp.ClientSession, scheduled: float, measured: bool) -> None:
-        prompt, tokens = next(self._prompts)
-        sample = Sample(asked_tokens=tokens, scheduled=scheduled)
+        kind, prompt, tokens = next(self._prompts)
+        sample = Sample(asked_tokens=tokens, scheduled=scheduled, kind=kind.name)
         self.in_flight += 1
         try:
             await self.target.send(session, prompt, sample)

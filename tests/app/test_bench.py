@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import signal
 import socket
 import statistics
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -28,11 +30,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app.bench.cli import main
-from app.bench.load import UNFINISHED, BenchError, Lengths, Load, Run, Sample, Target
-from app.bench.report import Report, Spread
+from app.bench.compare import compare
+from app.bench.html import page
+from app.bench.load import UNFINISHED, BenchError, Kind, Lengths, Load, Run, Sample, Target, read_mix
+from app.bench.report import Objective, Report, Spread
+from app.bench.search import find_rate
 
 TOKENS_A_WORD, TOKENS_AROUND = 2, 3  # how the fake server counts a prompt
 SHORT = Lengths(8, 8)
+ONE_KIND = (Kind("all", SHORT, SHORT),)
 
 
 class FakeServer:
@@ -149,9 +155,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def closed(requests: int, concurrency: int = 1, **options: Any) -> Load:
-    return Load(
-        **({"input_tokens": SHORT, "output_tokens": SHORT, "requests": requests} | options), concurrency=concurrency
-    )
+    return Load(**({"mix": ONE_KIND, "requests": requests} | options), concurrency=concurrency)
 
 
 def report_of(run: Run) -> Report:
@@ -231,7 +235,7 @@ async def test_what_is_asked_for(server: FakeServer) -> None:
 
 
 async def test_prompts_have_the_length_asked_for_as_the_server_counts(server: FakeServer) -> None:
-    load = closed(30, 3, input_tokens=Lengths(21, 61), output_tokens=Lengths(2, 9), seed=5)
+    load = closed(30, 3, mix=(Kind("all", Lengths(21, 61), Lengths(2, 9)),), seed=5)
     run = await finished(Target(server.url, "m"), load)
     again = await finished(Target(server.url, "m"), load)
     asked = [
@@ -271,7 +275,7 @@ async def test_open_loop_does_not_wait_for_answers(server: FakeServer) -> None:
         await barrier.wait()
 
     server.before = wait_for_all
-    load = Load(SHORT, SHORT, rate=300, requests=30)
+    load = Load(ONE_KIND, rate=300, requests=30)
     assert report_of(await finished(Target(server.url, "m"), load)).succeeded == 30
 
 
@@ -287,7 +291,7 @@ async def test_a_stall_shows_in_everything_scheduled_during_it(server: FakeServe
 
     loop = asyncio.get_running_loop()
     server.before = stall
-    run = await finished(Target(server.url, "m"), Load(SHORT, SHORT, rate=100, poisson=False, requests=100))
+    run = await finished(Target(server.url, "m"), Load(ONE_KIND, rate=100, poisson=False, requests=100))
     late = [sample for sample in run.samples if sample.end - sample.scheduled >= 0.25]
     assert len(late) >= 24
     report = report_of(run)
@@ -323,7 +327,7 @@ def test_no_values_have_no_spread() -> None:
 
 def test_arrivals() -> None:
     def times(count: int, **options: Any) -> np.ndarray:
-        load = Load(SHORT, SHORT, requests=1, **options)
+        load = Load(ONE_KIND, requests=1, **options)
         return np.array(list(itertools.islice(load.arrivals(), count)))
 
     assert np.allclose(times(50, rate=8, poisson=False), np.arange(50) / 8)
@@ -336,7 +340,7 @@ def test_arrivals() -> None:
 
 
 async def test_duration_ends_the_sending(server: FakeServer) -> None:
-    load = Load(SHORT, SHORT, rate=200, poisson=False, duration=0.25, warmup=10)
+    load = Load(ONE_KIND, rate=200, poisson=False, duration=0.25, warmup=10)
     run = await finished(Target(server.url, "m"), load)
     assert len(run.samples) == 50 and len(server.bodies) == 60
     assert (await finished(Target(server.url, "m"), closed(10**6, 2, duration=0.2))).samples
@@ -361,6 +365,164 @@ async def test_a_cancelled_run_keeps_what_it_has(server: FakeServer) -> None:
     assert (report.succeeded, report.failed, report.unfinished) == (6, 0, 3)
 
 
+# --- without a server: samples as some server would have given them
+
+
+def sample(scheduled: float, ttft: float = 0.1, e2e: float = 0.3, tokens: int = 5, **fields: Any) -> Sample:
+    first, end = scheduled + ttft, scheduled + e2e
+    times = {"sent": scheduled, "first": first, "last": end, "end": end}
+    return Sample(tokens, scheduled, **{"kind": "all", **times, "input_tokens": 8, "output_tokens": tokens, **fields})
+
+
+def run_of(samples: list[Sample], mix: tuple[Kind, ...] = ONE_KIND) -> Run:
+    run = Run(Target("http://x", "m"), Load(mix, rate=1.0, requests=len(samples)))
+    run.samples = samples
+    return run
+
+
+def test_goodput_counts_who_keeps_every_bound() -> None:
+    samples = [
+        sample(0.0),
+        sample(1.0, ttft=0.25),
+        sample(2.0, e2e=0.95),  # (0.95 - 0.1) / 4 tokens
+        sample(3.0, error="status 500"),
+        sample(4.0, tokens=1),  # has no time per output token
+        sample(5.0),
+        sample(6.0, error=UNFINISHED),
+        sample(9.0, e2e=1.0, ttft=0.2),
+    ]
+    report = Report.of(run_of(samples), started=datetime.now(UTC), options={}, objective=Objective(ttft=200, tpot=201))
+    assert report.seconds == 10.0
+    assert report.goodput == pytest.approx(3 / 10) and report.goodput_share == pytest.approx(3 / 7)
+    plain = report_of(run_of(samples))
+    assert plain.goodput == pytest.approx(6 / 10), "without bounds all that succeeded"
+    tight = Report.of(run_of(samples), started=datetime.now(UTC), options={}, objective=Objective(e2e=300.5))
+    assert tight.goodput == pytest.approx(4 / 10)
+
+
+def test_high_percentiles_and_failures() -> None:
+    samples = [sample(i, e2e=(i + 1) / 1000, ttft=0) for i in range(2000)]
+    report = report_of(run_of(samples))
+    assert report.e2e_ms and report.e2e_ms.p999 == pytest.approx(np.percentile(np.arange(1, 2001), 99.9))
+    assert report.p99_ms["e2e"] == pytest.approx(report.e2e_ms.p99)
+    for failed, p99 in ((20, 2000), (21, None)):  # a failure is a request that takes forever
+        for each in samples[:failed]:
+            each.error = "timeout"
+        found = report_of(run_of(samples)).p99_ms["e2e"]
+        assert (found is None) == (p99 is None) and (p99 is None or found == pytest.approx(p99, rel=0.011))
+
+
+MIX = """
+{"name": "chat", "weight": 3, "input_tokens": "40:60", "prefix_tokens": 30, "output_tokens": 4}
+
+{"name": "fixed", "prompt": "Say this", "output_tokens": "2:3"}
+"""
+
+
+async def test_a_mix_is_sent_as_it_is_written(server: FakeServer) -> None:
+    mix = read_mix(MIX)
+    run = await finished(Target(server.url, "m"), closed(400, 4, mix=mix, seed=3))
+    report = report_of(run)
+    chats = [body for body in server.bodies if body["max_tokens"] == 4]
+    others = [body for body in server.bodies if body["max_tokens"] != 4]
+    assert scipy.stats.binomtest(len(chats), 400, 0.75).pvalue > 1e-3
+    assert {body["prompt"] for body in others} == {"Say this"} and {body["max_tokens"] for body in others} == {2, 3}
+    prefixes = {tuple(body["prompt"].split()[:14]) for body in chats}
+    assert len(prefixes) == 1 and len({body["prompt"] for body in chats}) == len(chats)
+    chat, fixed = report.kinds
+    assert (chat.name, chat.succeeded, fixed.succeeded) == ("chat", len(chats), len(others))
+    assert chat.input_tokens and 39 <= chat.input_tokens.min < chat.input_tokens.max <= 61
+    assert fixed.input_tokens and fixed.input_tokens.max == 2 * TOKENS_A_WORD + TOKENS_AROUND
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no line"),
+        ("[]", "line 1: not a JSON object"),
+        ('{"output_tokens": 1}', "line 1: give output_tokens and one of"),
+        ('{"prompt": "x"}', "line 1"),
+        ('\n{"prompt": "x", "output_tokens": 1, "wieght": 2}', "line 2: unknown field 'wieght'"),
+        ('{"prompt": "x", "output_tokens": 1, "weight": 0}', "weight"),
+        ('{"input_tokens": 5, "prefix_tokens": 5, "output_tokens": 1}', "prefix_tokens"),
+        ('{"input_tokens": "9:3", "output_tokens": 1}', "9:3"),
+    ],
+)
+def test_a_bad_mix_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_mix(text)
+
+
+def test_kinds_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="one name"):
+        Load(ONE_KIND + ONE_KIND, rate=1.0, requests=1)
+
+
+def queue(rate: float, service: float, requests: int = 400) -> Report:
+    """A server that takes `service` seconds for each request, one at a time, in a simulated time."""
+    free = 0.0
+    samples = []
+    for at in itertools.islice(Load(ONE_KIND, rate=rate, requests=1, seed=9).arrivals(), requests):
+        free = max(free, at) + service
+        samples.append(sample(at, ttft=free - at, e2e=free - at))
+    return report_of(run_of(samples))
+
+
+async def test_find_rate() -> None:
+    """Against a queue: what it finds is kept, and a little more isn't."""
+    tried = []
+
+    async def measure(rate: float) -> Report:
+        tried.append(rate)
+        return queue(rate, service=0.02)
+
+    for bound in (50.0, 200.0):
+        for start in (0.3, 20.0, 900.0):
+            tried.clear()
+            found = await find_rate(measure, "e2e", bound, start)
+            assert found is not None and found.p99_ms["e2e"] is not None and found.p99_ms["e2e"] <= bound
+            assert [probe.rate for probe in found.search] == tried
+            best = max(probe.rate for probe in found.search if probe.is_kept)
+            missed = min(probe.rate for probe in found.search if not probe.is_kept)
+            assert best < missed <= 1.05 * best and best < 50
+            assert found.requests_per_second == queue(best, 0.02).requests_per_second
+            p99 = queue(missed, 0.02).p99_ms["e2e"]
+            assert p99 is not None and p99 > bound
+    assert await find_rate(measure, "e2e", 19.0, 10.0) is None, "one request alone takes longer"
+
+
+def test_comparison() -> None:
+    rng = np.random.default_rng(1)
+
+    def run(scale: float) -> Report:
+        return report_of(run_of([sample(i, e2e=scale * value) for i, value in enumerate(rng.gamma(9, 0.1, 500))]))
+
+    base, same, slower = run(1.0), run(1.0), run(1.2)
+    alike = {each.name: each for each in compare(base, same)}
+    differing = {each.name: each for each in compare(base, slower)}
+    assert not alike["e2e p50, ms"].is_clear and differing["e2e p50, ms"].is_clear
+    found = differing["e2e p50, ms"]
+    assert found.low is not None and found.high is not None and found.low < 1.2 < found.high
+    assert base.e2e_ms and found.base == pytest.approx(base.e2e_ms.p50, rel=1e-6)
+    assert differing["requests/s"].low is None
+
+
+def test_html_report() -> None:
+    runs = [("a <b>", queue(40, 0.02)), ("c", queue(30, 0.02))]
+    single, both = page(runs[:1]), page(runs)
+    for text in (single, both):
+        assert not re.search(r"https?://|<script|src=|<link|@import|url\(", text)
+        assert "a &lt;b&gt;" in text and "<b>" not in text
+        assert "NaN" not in text and "nan" not in re.findall(r"<svg.*?</svg>", text, re.S)
+        for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+            root = ElementTree.fromstring(svg)
+            assert root.attrib["aria-label"]
+            for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", svg):
+                assert 0 <= float(x) <= 560 and 0 <= float(y) <= 260
+    assert single.count("<svg") == 6 and both.count('class="line s1"') == single.count('class="line s0"') == 5
+    assert "Compared" in both and "Compared" not in single
+
+
 def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     options = ["--base-url", server.url, "--api-key", "secret-key", "--output-tokens", "8", "--output", str(file)]
@@ -376,12 +538,21 @@ def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.Capture
     server.behave = lambda n: "status 500"
     assert main([*options, "--rate", "500", "--requests", "4"]) == 1
     assert "status 500" in capsys.readouterr().out
+    server.behave = lambda n: "ok"
+    base, html = file.with_name("base.json"), file.with_name("report.html")
+    common = ["--base-url", server.url, "--output-tokens", "8", "--output", str(base), "--html", str(html)]
+    assert main([*common, "--rate", "200", "--requests", "20", "--slo", "ttft=60000,e2e=60000"]) == 0
+    assert "Goodput" in capsys.readouterr().out and "100.0 % kept" in " ".join(html.read_text().split())
+    assert main([*common[:4], "--find-rate", "e2e=0.000001", "--requests", "3", "--duration", "0.01"]) == 1
+    assert "no rate keeps" in capsys.readouterr().err
+    assert main(["--compare", str(base), str(base), "--html", str(html)]) == 0
+    assert "1.000" in capsys.readouterr().out and "Compared" in html.read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "--rate --concurrency is required"),
+        ([], "--rate --concurrency --find-rate --compare is required"),
         (["--rate", "1", "--concurrency", "1"], "not allowed with"),
         (["--rate", "0"], "--rate"),
         (["--rate", "nan"], "--rate"),
@@ -389,6 +560,12 @@ def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.Capture
         (["--rate", "1", "--body", "[1]"], "--body"),
         (["--rate", "1", "--base-url", "localhost:8000"], "base URL"),
         (["--rate", "1", "--output", "/no/such/folder/x.json"], "no folder"),
+        (["--rate", "1", "--html", "/no/such/folder/x.html"], "no folder"),
+        (["--rate", "1", "--slo", "itl=5"], "--slo"),
+        (["--rate", "1", "--slo", "ttft=0"], "--slo"),
+        (["--find-rate", "ttft=5,e2e=9"], "one latency"),
+        (["--rate", "1", "--mix", "/no/such/file"], "--mix"),
+        (["--compare", "pyproject.toml", "README.md"], "--compare"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
