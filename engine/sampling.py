@@ -75,18 +75,13 @@ def draw_seed() -> int:
 
 
 class _Column:
-    """A value a row, on the host and on the device; on the CPU the two are one."""
+    """A value a row, on the host and, once uploaded, on the device; on the CPU the two are one."""
 
     def __init__(self, rows: int, dtype: type, device: torch.device, fill: float = 0, width: int | None = None) -> None:
         self.device_type = device
         self.fill = fill
         self.host: np.ndarray = np.full(rows if width is None else (rows, width), fill, dtype=dtype)
         self.device = torch.from_numpy(self.host).to(device)
-
-    def set(self, row: int, value: float) -> None:
-        self.host[row] = value
-        if self.device.device.type != "cpu":
-            self.device[row] = value
 
     def set_list(self, row: int, values: list[int] | list[float]) -> None:
         """Fill a row of a wide column, which grows to hold the longest one."""
@@ -98,8 +93,6 @@ class _Column:
             self.device = torch.from_numpy(grown).to(self.device_type)
         self.host[row] = self.fill
         self.host[row, : len(values)] = values
-        if self.device.device.type != "cpu":
-            self.device[row] = torch.from_numpy(self.host[row])
 
 
 class SamplingTable:
@@ -127,23 +120,27 @@ class SamplingTable:
         self.num_logprobs = np.full(rows, -1)  # -1: none wanted
         self.num_prompt_logprobs = np.full(rows, -1)
         self.bad_words: dict[int, list[list[int]]] = {}
+        self.on_host = device.type == "cpu"
+        self._changed: list[int] = []  # rows that the device doesn't know yet
 
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int], bad: list[list[int]]
     ) -> None:
-        self.temperature.set(row, max(params.temperature, _COLDEST))
-        self.top_k.set(row, params.top_k or 0)
-        self.top_p.set(row, params.top_p)
-        self.log_min_p.set(row, np.log(params.min_p) if params.min_p > 0 else -np.inf)
-        self.repetition.set(row, params.repetition_penalty)
-        self.frequency.set(row, params.frequency_penalty)
-        self.presence.set(row, params.presence_penalty)
-        self.seed.set(row, seed)
-        self.prompt_len.set(row, prompt_len)
-        self.min_len.set(row, prompt_len + params.min_tokens)
+        self.temperature.host[row] = (max(params.temperature, _COLDEST))
+        self.top_k.host[row] = (params.top_k or 0)
+        self.top_p.host[row] = (params.top_p)
+        self.log_min_p.host[row] = (np.log(params.min_p) if params.min_p > 0 else -np.inf)
+        self.repetition.host[row] = (params.repetition_penalty)
+        self.frequency.host[row] = (params.frequency_penalty)
+        self.presence.host[row] = (params.presence_penalty)
+        self.seed.host[row] = (seed)
+        self.prompt_len.host[row] = (prompt_len)
+        self.min_len.host[row] = (prompt_len + params.min_tokens)
         self.stop_ids.set_list(row, stop_ids)
         self.bias_ids.set_list(row, list(params.logit_bias))
         self.bias.set_list(row, list(params.logit_bias.values()))
+        if not self.on_host:
+            self._changed.append(row)
         self.greedy[row] = params.temperature == 0
         self.filtered[row] = params.top_k is not None or params.top_p < 1 or params.min_p > 0
         self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
@@ -158,6 +155,18 @@ class SamplingTable:
         self.bad_words.pop(row, None)
         if bad:
             self.bad_words[row] = bad
+
+    def upload(self) -> None:
+        """Have the device know what was set since, all rows at once."""
+        if not self._changed:
+            return
+        rows = np.unique(self._changed)
+        self._changed.clear()
+        at = torch.from_numpy(rows).to(self.seed.device.device, non_blocking=True)
+        for column in vars(self).values():
+            if isinstance(column, _Column):
+                values = torch.from_numpy(column.host[rows]).to(at.device, non_blocking=True)
+                column.device.index_copy_(0, at, values)
 
     def clear(self, row: int) -> None:
         """Forget the row's costly features, so that rows to come don't pay for them."""
@@ -261,6 +270,7 @@ class Sampler:
         indices of rows with a grammar, and what each allows (`structured.fill_masks`). places: int64 [2, R], rows and
         lengths on the device, if they are there already."""
         table = self.table
+        table.upload()
         device = logits.device
         if places is None:
             places = torch.from_numpy(np.stack((rows, lengths))).to(device, non_blocking=True)
@@ -310,6 +320,7 @@ class Sampler:
         """The distributions [R, vocab_size] that ids are drawn from; arguments as in a call. All 0 where no token can
         be chosen."""
         table = self.table
+        table.upload()
         row_ids, positions = torch.from_numpy(rows).to(logits.device), torch.from_numpy(lengths).to(logits.device)
         scores = logits[:, : self.vocab_size].to(torch.float32, copy=True)
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
