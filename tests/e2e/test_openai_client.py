@@ -226,7 +226,8 @@ async def test_errors_are_the_clients_exceptions(client: openai.OpenAI, aclient:
 
 
 def snippets() -> list[str]:
-    texts = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = re.findall(r"^```python\n(.*?)^```", "\n".join(page.read_text() for page in pages), re.M | re.S)
     return [text for text in texts if text.startswith("# needs a server")]
 
 
