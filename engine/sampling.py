@@ -126,16 +126,16 @@ class SamplingTable:
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int], bad: list[list[int]]
     ) -> None:
-        self.temperature.host[row] = (max(params.temperature, _COLDEST))
-        self.top_k.host[row] = (params.top_k or 0)
-        self.top_p.host[row] = (params.top_p)
-        self.log_min_p.host[row] = (np.log(params.min_p) if params.min_p > 0 else -np.inf)
-        self.repetition.host[row] = (params.repetition_penalty)
-        self.frequency.host[row] = (params.frequency_penalty)
-        self.presence.host[row] = (params.presence_penalty)
-        self.seed.host[row] = (seed)
-        self.prompt_len.host[row] = (prompt_len)
-        self.min_len.host[row] = (prompt_len + params.min_tokens)
+        self.temperature.host[row] = max(params.temperature, _COLDEST)
+        self.top_k.host[row] = params.top_k or 0
+        self.top_p.host[row] = params.top_p
+        self.log_min_p.host[row] = np.log(params.min_p) if params.min_p > 0 else -np.inf
+        self.repetition.host[row] = params.repetition_penalty
+        self.frequency.host[row] = params.frequency_penalty
+        self.presence.host[row] = params.presence_penalty
+        self.seed.host[row] = seed
+        self.prompt_len.host[row] = prompt_len
+        self.min_len.host[row] = prompt_len + params.min_tokens
         self.stop_ids.set_list(row, stop_ids)
         self.bias_ids.set_list(row, list(params.logit_bias))
         self.bias.set_list(row, list(params.logit_bias.values()))

@@ -357,3 +357,31 @@ def test_refused_by_name(fields: dict[str, Any], message: str) -> None:
 def test_text_needs_a_tokenizer(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{list(fields)[-1]} needs a tokenizer"):
         run(None, **fields)
+
+
+def test_a_device_of_its_own_is_told_of_all_rows_at_once() -> None:
+    table = SamplingTable(4, CPU)
+    table.on_host = False
+    columns = [column for column in vars(table).values() if hasattr(column, "host")]
+    for column in columns:
+        column.device = column.device.clone()
+    sampler = Sampler(table, Vocabulary(50, None), CPU)
+    logits, tokens = (
+        torch.randn(4, 50, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(4, 9, dtype=torch.int32),
+    )
+    for seed in (1, 2):  # every row changes
+        rows = [
+            SamplingParams(temperature=1.0, top_k=seed + row, logit_bias={n: 5.0 for n in range(row * 2)})
+            for row in range(4)
+        ]
+        for row, params in enumerate(rows):
+            table.set(row, params, 10 * seed + row, 1, [row], [])
+        own = SamplingTable(4, CPU)
+        for row, params in enumerate(rows):
+            own.set(row, params, 10 * seed + row, 1, [row], [])
+        lengths = np.full(4, 3)
+        expected = Sampler(own, Vocabulary(50, None), CPU)(logits.clone(), np.arange(4), lengths, tokens).ids
+        assert torch.equal(sampler(logits.clone(), np.arange(4), lengths, tokens).ids, expected)
+        assert all(np.array_equal(column.host, column.device.numpy()) for column in columns)
+        assert columns[0].device.data_ptr() != columns[0].host.ctypes.data
