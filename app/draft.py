@@ -450,8 +450,7 @@ def build_draft(config: ServingConfig, host: str, threads: int, gpus: float) -> 
 
     tokenizer = load_tokenizer(config)
     device = torch.device("cuda" if gpus else "cpu")
-    options = {"model": config.draft_model, "revision": None, "model_class": None, "device": device.type}
-    model = load_model(config.model_copy(update=options), tokenizer)
+    model = load_model(config.of_draft().model_copy(update={"device": device.type}), tokenizer)
     model = model.to(dtype=sane_dtype(model.dtype, device))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     context = min(config.max_model_len or model.max_seq_len, model.max_seq_len)

@@ -85,6 +85,13 @@ class _EngineReplica(EngineReplica):
         if drafts is not None:
             self._connecting = asyncio.create_task(self._keep_draft(drafts))
 
+    async def describe(self, membership: None = None) -> dict[str, Any]:
+        for _ in range(50):  # a draft that is just coming up belongs to what runs here
+            if self.draft is None or self.draft.description is not None:
+                break
+            await asyncio.sleep(0.1)
+        return await super().describe(membership)
+
     async def _keep_draft(self, drafts: DeploymentHandle[Any]) -> None:
         """Looks for a draft process whenever there is none."""
         assert self.draft is not None

@@ -391,9 +391,7 @@ def build_engine(
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     draft = None
     if config.draft_model is not None and draft_channel is None:
-        draft = load_model(
-            config.model_copy(update={"model": config.draft_model, "revision": None, "model_class": None}), tokenizer
-        )
+        draft = load_model(config.of_draft(), tokenizer)
     engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer, draft, draft_channel)
     engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
     while engine.scheduler.has_pending_work:

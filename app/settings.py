@@ -186,6 +186,10 @@ class ServingConfig(BaseSettings):
     def has_draft_actors(self) -> bool:
         return self.proposer == "draft" and self.draft_placement == "actor"
 
+    def of_draft(self) -> ServingConfig:
+        """Options for loading the draft as a model."""
+        return self.model_copy(update={"model": self.draft_model, "revision": None, "model_class": None})
+
     def model_names(self) -> list[str]:
         """Names a client may put into `model`, the first one being the one that answers carry."""
         name = self.served_model_name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")

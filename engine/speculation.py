@@ -31,6 +31,7 @@ _TRIAL = 16  # of so many sequences, one starts with that hope
 _PROBE = 4  # tokens of a remote draft's trial
 _PROBE_EVERY, _PROBE_SELDOM = 128, 1024  # tokens between trials of a row at 0, at first and at most
 _RETRY = 0.25  # seconds until a draft that is gone is looked for again
+_RECONSIDER = 16  # steps after which rows at 0 are looked at again: costs change
 _HOLD = 16  # tokens until a sequence that the draft has lost is sent again
 
 
@@ -245,6 +246,8 @@ class RemoteProposer:
         those on trial, bool [rows]."""
         table = self.table
         gone = np.flatnonzero((self._uid >= 0) & (self._uid != table.uid))
+        if not len(gone) and not self._dropped and not self._gamma.any() and not wanted[table.uid >= 0].any():
+            return
         self._dropped += self._uid[gone[self._told[gone] > 0]].tolist()
         self._forget(gone)
         while self._awaiting and self._receive(0.0):
@@ -409,20 +412,20 @@ class _StepCost:
     """Seconds of a step as a + b * tokens, fitted with forgetting."""
 
     def __init__(self) -> None:
-        self._moments = np.zeros(5)  # of 1, tokens, tokens^2, seconds, tokens * seconds
+        self._moments = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._moments *= 0.98
-        self._moments += (1, tokens, tokens * tokens, seconds, tokens * seconds)
+        new = (1, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._moments = [0.98 * old + each for old, each in zip(self._moments, new, strict=True)]
 
     def fade(self) -> None:
         """What was seen long ago gives way to what is seen next: the machine's load changes."""
         if self._moments[0] > 5:
-            self._moments *= 0.98
+            self._moments = [0.98 * old for old in self._moments]
 
     @property
     def known(self) -> bool:
-        return bool(self._moments[0] > 2)
+        return self._moments[0] > 2
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         weight, t, tt, s, ts = self._moments
@@ -457,6 +460,8 @@ class Speculator:
         self._worth = np.zeros(rows)
         self._next_probe = np.zeros(rows, dtype=np.int64)  # the length at which a row at 0 tries again
         self._gap = np.zeros(rows, dtype=np.int64)  # tokens from a trial in vain to the next
+        self._asleep_until = np.zeros(rows, dtype=np.int64)  # the length at which a row at 0 is looked at again
+        self._calls = 0
         self._usual = _HOPE  # acceptance of all sequences
         self._met = 0
         self._plain, self._verifying = _StepCost(), _StepCost()
@@ -469,13 +474,17 @@ class Speculator:
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens to draft for each row, int64 [R]."""
         table = self.table
-        room = np.maximum(table.limit[rows] - table.length[rows] - 1, 0)
         self._meet(rows)
+        self._calls += 1
+        if self._calls % _RECONSIDER and (table.length[rows] < self._asleep_until[rows]).all():
+            return np.zeros_like(rows)
+        room = np.maximum(table.limit[rows] - table.length[rows] - 1, 0)
         best, self._worth[rows] = self._choose(rows, len(rows))
         best = self._chosen[rows] = np.minimum(best, room)
         probing = np.zeros(len(rows), dtype=bool)
         if self.fixed is None and self._plain.known:
             probing = (best == 0) & (table.length[rows] >= self._next_probe[rows])
+            self._asleep_until[rows] = np.where((best == 0) & ~probing, self._next_probe[rows], 0)
         if self.remote is None:
             return np.where(probing, np.minimum(1, room), best)
         self._trial[rows] = probing
@@ -499,6 +508,7 @@ class Speculator:
         self._acceptance[new] = np.where(hopeful, max(self._usual, _HOPE), self._usual)
         self._delivered[new] = 1.0
         self._gap[new] = _PROBE_EVERY
+        self._asleep_until[new] = 0
         self._next_probe[new] = table.length[new] + _PROBE_EVERY
         self._trial[new] = False
         self._wanted[new] = self._choose(new, int((table.uid >= 0).sum()))[0] if self._plain.known else 1
