@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from app.ingress import build_asgi_app
-from app.replica import _load_model
+from app.replica import load_model
 from app.router import Router
 from app.settings import ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
@@ -83,7 +83,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def real_engine() -> Any:
-    return ContinuousBatchingEngine.from_serving_config(CONFIG, _load_model(CONFIG, TOKENIZER), TOKENIZER)
+    return ContinuousBatchingEngine.from_serving_config(CONFIG, load_model(CONFIG, TOKENIZER), TOKENIZER)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 import app.placement
 from app.placement import NEIGHBOUR_TOKENS, Placement, PrefixView
-from app.replica import EngineReplica, Pump, _load_model
+from app.replica import EngineReplica, Pump, load_model
 from app.router import Router
 from app.settings import ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
@@ -111,7 +111,7 @@ def test_one_replica_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engine() -> Iterator[ContinuousBatchingEngine]:
-    yield ContinuousBatchingEngine.from_serving_config(CONFIG, _load_model(CONFIG, TOKENIZER), TOKENIZER)
+    yield ContinuousBatchingEngine.from_serving_config(CONFIG, load_model(CONFIG, TOKENIZER), TOKENIZER)
 
 
 def held(engine: ContinuousBatchingEngine) -> set[int]:
@@ -175,7 +175,7 @@ async def test_conversations_are_computed_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(EngineReplica, "heartbeat_interval", 0.05)
     engines = LocalEngines(CONFIG)
     for name in "abc":
-        engine = ContinuousBatchingEngine.from_serving_config(CONFIG, _load_model(CONFIG, TOKENIZER), TOKENIZER)
+        engine = ContinuousBatchingEngine.from_serving_config(CONFIG, load_model(CONFIG, TOKENIZER), TOKENIZER)
         engines.add(name, engine)  # type: ignore[arg-type]
     routers: list[Router] = []
     for _ in range(2):

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from app.replica import _load_model, load_tokenizer
+from app.replica import load_model, load_tokenizer
 from app.settings import ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.schemas import GenerationRequest
@@ -61,7 +61,7 @@ def reference() -> list[list[str]]:
 
     config = ServingConfig(**{**OPTIONS, "num_replicas": 1})
     tokenizer = load_tokenizer(config)
-    engine = ContinuousBatchingEngine.from_serving_config(config, _load_model(config, tokenizer), tokenizer)
+    engine = ContinuousBatchingEngine.from_serving_config(config, load_model(config, tokenizer), tokenizer)
     engine.scheduler.max_queued = None
     for number in range(PROMPTS):
         fields = body(number)
