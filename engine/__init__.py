@@ -8,7 +8,13 @@ from typing import Any
 
 _MODULES = {
     "batch_engine": ("ContinuousBatchingEngine", "StepStats"),
-    "generation": ("LLM", "RequestOutput", "batch_generate_requests", "get_generation_backend"),
+    "generation": (
+        "LLM",
+        "RequestOutput",
+        "SpeculativeDecodingBackend",
+        "batch_generate_requests",
+        "get_generation_backend",
+    ),
     "kv_cache": ("KVCache", "reset_all_caches"),
     "models.decoder": ("CausalLM", "DecoderConfig", "DecoderModel", "create_decoder_kv_caches"),
     "models.loader": ("load_model",),
