@@ -167,8 +167,10 @@ def test_the_command(tmp_path: Path, config: dict[str, Any], capsys: pytest.Capt
 
 
 def test_the_deployments_are_those_that_are_built() -> None:
-    router = build({"model": "dummy"})
-    arguments = router._bound_deployment.init_args
-    names = [router._bound_deployment.name]
-    names += [a._bound_deployment.name for a in arguments if hasattr(a, "_bound_deployment")]
-    assert set(names) <= set(check.DEPLOYMENTS) and {"Router", "EngineReplica"} <= set(names)
+    names = set()
+    bound = [build({"model": "dummy", "draft_model": "dummy"})]
+    while bound:
+        deployment = bound.pop()._bound_deployment
+        names.add(deployment.name)
+        bound += [argument for argument in deployment.init_args if hasattr(argument, "_bound_deployment")]
+    assert names == set(check.DEPLOYMENTS)

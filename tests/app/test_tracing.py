@@ -17,10 +17,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from app.ingress import build_asgi_app
-from app.router import GenerationError
+from app.replica import build_engine
+from app.router import GenerationError, Router
 from app.settings import ConfigError, ServingConfig
 from app.tracing import make_tracer
 from tests.app.edge import ScriptedRouter
+from tests.app.fakes import TOKENIZER, LocalEngines
+from tests.app.test_router import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -37,7 +40,7 @@ class Traced:
 
 
 @asynccontextmanager
-async def traced(router: ScriptedRouter) -> AsyncIterator[Traced]:
+async def traced(router: ScriptedRouter | Router) -> AsyncIterator[Traced]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app = build_asgi_app(router, provider.get_tracer("test"))  # type: ignore[arg-type]
@@ -85,6 +88,29 @@ async def test_every_sequence_has_its_own() -> None:
     decodes = {span.attributes["pilotfish.sequence"] for span in spans if span.name == "decode" and span.attributes}
     assert decodes == {0, 1, 2, 3}
     assert spans[-1].parent is None  # nobody sent a context: a trace of its own
+
+
+async def test_phases_of_a_real_engine_lie_within_the_request() -> None:
+    options = {"model": "dummy", "dtype": "float32", "num_threads": 1, "max_batch_size": 1}
+    engines = LocalEngines(ServingConfig.from_options(options))
+    engines.add("EngineReplica:1", build_engine(engines.config)[0])  # type: ignore[arg-type]
+    router = Router(engines.config, engines, TOKENIZER)
+    try:
+        await wait_until(lambda: router.ready)
+        async with traced(router) as t:
+            body = {"prompt": ["Hello", "World"], "max_tokens": 20, "ignore_eos": True}
+            assert (await t.client.post("/v1/completions", json=body)).status_code == 200
+            *phases, request = t.spans()
+    finally:
+        await router.close()
+        engines.close()
+    assert sorted(span.name for span in phases) == ["decode", "decode", "prefill", "prefill", "queue", "queue"]
+    for span in phases:
+        assert request.start_time is not None and span.start_time is not None
+        assert request.end_time is not None and span.end_time is not None
+        assert request.start_time <= span.start_time <= span.end_time <= request.end_time
+    waits = sorted(seconds(span) for span in phases if span.name == "queue")
+    assert waits[1] > min(seconds(span) for span in phases if span.name == "decode"), "the second one had to wait"
 
 
 async def test_failures_and_what_is_not_traced() -> None:
