@@ -337,7 +337,7 @@ def draft_seconds(model: SleepingModel, count: int = 40) -> float:
     return statistics.median(times)
 
 
-def run_engine(engine: ContinuousBatchingEngine, tokens: int, warm: int = 24) -> tuple[float, float]:
+def run_engine(engine: ContinuousBatchingEngine, tokens: int, warm: int = 96) -> tuple[float, float]:
     """Tokens a second and a step of one request, after its first ones."""
     engine.add_request(GenerationRequest(prompt_ids=[1, 2, 3], max_new_tokens=tokens + warm, temperature=0))
     done, start, first, steps = 0, 0.0, 0, 0
@@ -351,7 +351,7 @@ def run_engine(engine: ContinuousBatchingEngine, tokens: int, warm: int = 24) ->
 
 def measure(mode: str, acceptance: float, gamma: int, sleeps: Costs, tokens: int) -> tuple[float, float]:
     """Tokens a second and a step of the engine."""
-    context = tokens + 64
+    context = tokens + 128
     target, draft = SleepingModel(sleeps.step, context), SleepingModel(sleeps.draft, context, acceptance)
     options: dict[str, Any] = {"max_batch_size": 1, "depth": 0, "enable_prefix_cache": False}
     if mode == "plain":
