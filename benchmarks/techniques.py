@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[1]
 CONTEXT = 1024
 EXTRACT = (
     "Copy the following text word for word.\n\nThe lighthouse at Cape Morrow was built in 1871 by the brothers Anton "
-    "and Emil Varga. It is 42 metres high and painted white with two red bands. Its lamp turns once in twelve seconds and "
-    "can be seen from 23 nautical miles away. Since 1988 no keeper has lived there."
+    "and Emil Varga. It is 42 metres high and painted white with two red bands. Its lamp turns once in twelve seconds "
+    "and can be seen from 23 nautical miles away. Since 1988 no keeper has lived there."
 )
 
 Row = tuple[str, str, str, str, str]  # technique, latency, memory, quality, note; without -> with
