@@ -18,6 +18,7 @@ from cloudcoil.models.prometheus_operator import v1 as monitoring
 from pydantic import BaseModel
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
+from app.auth import PUBLIC_PATHS
 from app.check import check_file
 from app.cli import local_environment
 from app.settings import ServingConfig
@@ -174,6 +175,7 @@ def test_ports_agree(name: str) -> None:
     for container in (head, *workers):
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert (ports["serve"], ports["metrics"]) == (http["port"], 8080)
+        assert not {"livenessProbe", "readinessProbe", "startupProbe"} & container.keys(), "KubeRay's would be lost"
     assert {"gcs", "dashboard"} <= {port["name"] for port in head["ports"]}
     for monitor in (document for document in documents("monitoring.yaml") if document["kind"] == "PodMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"].items() - {("ray.io/node-type", "head")}
@@ -181,6 +183,7 @@ def test_ports_agree(name: str) -> None:
         for group, container in zip(groups(manifest), (head, *workers), strict=True):
             assert labels <= group["template"]["metadata"]["labels"].items()
             assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    assert {"/health", "/ready"} == PUBLIC_PATHS, "as docs/deploying.md says to load balancers"
     policy = documents("network-policy.yaml")[0]["spec"]
     assert all(
         policy["podSelector"]["matchLabels"].items() <= g["template"]["metadata"]["labels"].items()
