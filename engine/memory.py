@@ -53,6 +53,8 @@ def fitting_pages(
 
 def _forward_memory(model: CausalLM, page_size: int, max_seq_len: int, rows: int, tokens: int) -> int:
     """Bytes at the peak of a forward of `tokens` tokens at the end of whole contexts, with the logits of `rows`."""
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)
     count = min(tokens, max_seq_len)
     runs = min(rows, -(-tokens // count))
     # all pages of all layers are one and the same

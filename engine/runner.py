@@ -92,6 +92,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
         """Make the graphs, from the largest on, whose memory the others use again."""
+        self._enter_device()
         for size in reversed(graph_sizes(len(self.page_table))):
             inputs = torch.zeros((3 + self.page_table.shape[1], size), dtype=torch.int32, device=self.device)
             inputs[2] = -1
@@ -137,6 +138,7 @@ class ModelRunner:
         """Run a step. On an accelerator this returns before the device is through: the next step may be launched, as
         sampled ids go to the device's own table of tokens."""
         table = self.table
+        self._enter_device()
         for source, target, tokens in plan.copies:
             self.pool.copy(source, target, tokens)
         hidden = self._forward(plan)
@@ -186,6 +188,10 @@ class ModelRunner:
         if launched.ready is not None:
             launched.ready.synchronize()
         return launched.sampled
+
+    def _enter_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: Triton launches there
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
