@@ -41,8 +41,8 @@ APP_NAME = "pilotfish"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a signal ended
-    it without a drain: one during the start, a second one, or one that Ray got as well."""
+    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a signal
+    ended it without a drain: one during the start, a second one, or one that Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
     if (file := options.pop("check", None)) is not None:
