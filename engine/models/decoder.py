@@ -308,9 +308,10 @@ class DecoderModel(CausalLM):
         as they are."""
         if self.packed:
             return
-        for module in list(self.model.modules()):
-            if isinstance(pack := getattr(module, "pack", None), MethodType):
-                pack()
+        # without a reference to the modules that they replace, whose weights are to go at once
+        packs = [pack for m in self.model.modules() if isinstance(pack := getattr(m, "pack", None), MethodType)]
+        for pack in packs:
+            pack()
         self.lm_head = packed(self.lm_head)
         for linear in self.modules():
             if isinstance(linear, PackedLinear):

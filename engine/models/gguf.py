@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -39,16 +39,17 @@ _ROPE_FREQS = "rope_freqs.weight"  # not a weight: the divisors of Llama 3's rop
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_SLICE = 1 << 23  # elements dequantised at a time
 # A header beyond these is a broken one, refused before it can take memory.
 _MAX_ENTRIES, _MAX_STRING, _MAX_ARRAY, _MAX_DIMS = 1 << 16, 1 << 24, 1 << 20, 4
 
 # How the vocabulary's `tokenizer.ggml.pre` splits text; transformers rebuilds these from the file, and not others.
-_PRE_TOKENIZERS = {None, "default", "gpt-2", "smollm", "llama-bpe", "llama3", "llama-v3", "tekken", "qwen2"}
-_PRE_TOKENIZERS |= {"deepseek-r1-qwen"}
+_TIKTOKEN = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # add BOS by default, and take a word they know as it is
+_QWEN = {"qwen2", "deepseek-r1-qwen"}
+_PRE_TOKENIZERS = {None, "default", "gpt-2", "smollm", *_TIKTOKEN, *_QWEN}
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
+class _TensorInfo(NamedTuple):
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as torch has it
     kind: gguf.GGMLQuantizationType
@@ -67,7 +68,6 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata, tensors = read_header(path)
-        self._data = np.memmap(path, np.uint8, "r")
         self._raw = {info.name: info for info in tensors}
         self._tensors = {_hugging_face_name(info.name, path): info for info in tensors if info.name != _ROPE_FREQS}
         self.shapes = {name: info.shape for name, info in self._tensors.items()}
@@ -85,13 +85,20 @@ class GGUFCheckpoint:
         return tensor
 
     def _dequantize(self, info: _TensorInfo) -> Tensor:
-        data = self._data[info.start : info.start + info.size]
-        shape = gguf.quant_shape_to_byte_shape(info.shape, info.kind)
+        """Slice by slice, as the library's arithmetic takes several times the memory of its result."""
+        *rows, width = info.shape
+        count, row_bytes = math.prod(rows), info.size // math.prod(rows)
+        result = np.empty((count, width), np.float32)
         try:
-            values = gguf.dequantize(np.asarray(data).reshape(shape), info.kind)
+            with open(self.path, "rb") as file:
+                file.seek(info.start)
+                for start in range(0, count, step := max(1, _SLICE // width)):
+                    part = result[start : start + step]
+                    data = np.fromfile(file, np.uint8, len(part) * row_bytes).reshape(-1, row_bytes)
+                    part[:] = gguf.dequantize(data, info.kind)
         except NotImplementedError:
             raise ValueError(f"{self.path}: tensor {info.name} has type {info.kind.name}, not supported") from None
-        return torch.from_numpy(np.array(values, np.float32)).reshape(info.shape)
+        return torch.from_numpy(result).reshape(info.shape)
 
     def _get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.metadata.get(key, default)
@@ -261,7 +268,7 @@ class _Header:
             raise self._error(
                 f"truncated or broken, tensor {info.name[:80]!r} ends at byte {start + info.size} of {len(self.data)}"
             )
-        return _TensorInfo(info.name, info.shape, info.kind, start, info.size)
+        return info._replace(start=start)
 
     def _value(self, code: int) -> Any:
         if code == _STRING:
@@ -316,16 +323,34 @@ def gguf_tokenizer(path: Path) -> Any:
 
     Raises ValueError that names the file's pre-tokenizer when it is one that can't be rebuilt from the file.
     """
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    pre = read_header(path)[0].get("tokenizer.ggml.pre")
+    metadata = read_header(path)[0]
+    pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         raise ValueError(f"{path}: pre-tokenizer {pre!r} is not supported; name another tokenizer's folder or hub id")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if pre == "smollm":
-        # Digits stand alone in this vocabulary: "  7" is two spaces and a digit. transformers leaves that out.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    return tokenizer
+    tiktoken = pre in _TIKTOKEN
+    options = {"add_bos_token": True} if tiktoken and "tokenizer.ggml.add_bos_token" not in metadata else {}
+    made = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **options)
+    # transformers leaves things out, spells some tokens otherwise, and adds <|endoftext|> where the file has none
+    names, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    state = json.loads(made.backend_tokenizer.to_str())
+    state["model"]["vocab"] = {name: i for i, name in enumerate(names)}
+    added = {token["id"]: token for token in state["added_tokens"] if token["id"] < len(names)}
+    for i, (name, kind) in enumerate(zip(names, kinds, strict=False)):
+        if kind == gguf.TokenType.USER_DEFINED:
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+            added.setdefault(i, {"id": i, "content": name, **flags})
+    state["added_tokens"] = [added[i] for i in sorted(added)]
+    if tiktoken:
+        state["model"]["ignore_merges"] = True
+    if pre in _QWEN:
+        state["normalizer"] = {"type": "NFC"}
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    if pre == "smollm":  # digits stand alone: "  7" is two spaces and a digit
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=made.chat_template, **made.special_tokens_map
+    )

@@ -27,8 +27,8 @@ def save_pretrained(
 
     if not isinstance(model, DecoderModel):
         raise ValueError(f"{type(model).__name__} can't be saved for transformers, only DecoderModel")
-    if model.packed:
-        raise ValueError("the model's weights are packed for an engine: load it again to save it")
+    if model.packed or getattr(model, "ranks", None) is not None:
+        raise ValueError("the model's weights are packed for an engine, or divided: load it again to save it")
     config = hugging_face_config(model.config)
     with torch.device("meta"):
         expected = DecoderModel.from_config(model.config).state_dict().keys()

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.models import loader
 from engine.models.loader import check_tokenizer, load_generation_defaults, load_model
-from engine.tokenization import SimpleCharacterTokenizer
+from engine.tokenization import SimpleCharacterTokenizer, load_tokenizer
+from tests.engine.made_tokenizers import byte_level_tokenizer
+from tests.engine.oracle import tiny_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -299,3 +301,13 @@ def test_tokenizer_larger_than_the_model(folder: Path) -> None:
     check_tokenizer(model, SimpleCharacterTokenizer(131))
     with pytest.raises(ValueError, match="132 tokens, the model only 131"):
         check_tokenizer(model, SimpleCharacterTokenizer(132))
+
+
+def test_added_tokens_beyond_the_models_vocabulary(tmp_path: Path) -> None:
+    made = byte_level_tokenizer()
+    made.save_pretrained(tmp_path)
+    check_tokenizer(tiny_model(vocab_size=len(made)), load_tokenizer(tmp_path))
+    made.add_tokens(["<one>", "<two>"])
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{len(made)} tokens, the model only {len(made) - 1}"):
+        check_tokenizer(tiny_model(vocab_size=len(made) - 1), load_tokenizer(tmp_path))
