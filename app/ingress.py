@@ -41,8 +41,10 @@ from app.schemas.native import (
     DetokenizeBody,
     GenerateBody,
     GenerateRenderer,
+    LoadAdapterBody,
     NativeBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from app.schemas.openai import (
     ChatCompletionRequest,
@@ -102,6 +104,8 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
         _route("/v1/completions", "POST", ingress.completions),
         _route("/v1/models", "GET", ingress.models),
         _route("/v1/models/{model_id:path}", "GET", ingress.model),
+        _route("/v1/load_lora_adapter", "POST", ingress.load_adapter),
+        _route("/v1/unload_lora_adapter", "POST", ingress.unload_adapter),
         _route("/generate", "POST", ingress.generate),
         _route("/batch_generate", "POST", ingress.batch_generate),
         _route("/tokenize", "POST", ingress.tokenize),
@@ -277,7 +281,7 @@ class Ingress:
         limit = self._limit(len(ids), body.max_new_tokens, None, body.public_names["max_new_tokens"])
         answer_id = f"chatcmpl-{call.exchange.request_id}"
         fields = {**body.output_fields(), "max_new_tokens": limit, **self._limits(call, body)}
-        fields |= {"grammar": grammar} | form.shows_special_tokens
+        fields |= {"grammar": grammar, "adapter": self._adapter(model)} | form.shows_special_tokens
         requests = self._choices(body, answer_id, [ids], [fields], body.public_names)
         renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), form)
         await self._run(call, requests, renderer, body.stream)
@@ -292,7 +296,7 @@ class Ingress:
                 raise ApiError(400, "prompt is empty", param="prompt")
             self._check_ids(ids, f"prompt.{i}" if len(body.prompt) > 1 else "prompt", 400)
             prompts.append(ids)
-        common = {**body.output_fields(), **self._limits(call, body)}
+        common = {**body.output_fields(), **self._limits(call, body), "adapter": self._adapter(model)}
         fields = [
             {**common, "max_new_tokens": self._limit(len(ids), body.max_new_tokens, COMPLETION_TOKENS, "max_tokens")}
             for ids in prompts
@@ -315,6 +319,24 @@ class Ingress:
     async def model(self, call: Call) -> None:
         name = self._model(call.scope["path_params"]["model_id"])
         await send_json(call.send, model_card(name, self._created, self.router.max_model_len))
+
+    async def load_adapter(self, call: Call) -> None:
+        """The route and the body are vLLM's."""
+        body = parse(LoadAdapterBody, await self._json(call), 400)
+        self._operators_only(call)
+        try:
+            await self.router.load_adapter(body.lora_name, body.lora_path)
+        except ValueError as error:
+            raise ApiError(400, str(getattr(error, "cause", error)), param="lora_path") from None
+        await send_json(call.send, model_card(body.lora_name, self._created, self.router.max_model_len))
+
+    async def unload_adapter(self, call: Call) -> None:
+        body = parse(UnloadAdapterBody, await self._json(call), 400)
+        self._operators_only(call)
+        if self._adapter(self._model(body.lora_name)) is None:
+            raise ApiError(400, f"{body.lora_name} is not an adapter", param="lora_name")
+        await self.router.unload_adapter(body.lora_name)
+        await send_json(call.send, {"id": body.lora_name, "object": "model", "deleted": True})
 
     # --- native routes
 
@@ -384,6 +406,13 @@ class Ingress:
         if name not in names:
             raise ApiError(404, f"no such model: {name[:200]}", param="model", code="model_not_found")
         return name
+
+    def _adapter(self, model: str) -> str | None:
+        return model if model in self.router.adapters else None
+
+    def _operators_only(self, call: Call) -> None:
+        if call.scope.get(PRIORITY) is not None:
+            raise ApiError(403, "adapters are changed with the operator's key", code="invalid_api_key")
 
     async def _text_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return await _off_loop(len(text), self.router.tokenizer.encode, text, add_special_tokens)

@@ -12,7 +12,14 @@ from pydantic.json_schema import models_json_schema
 
 from app.schemas import Body, SamplingFields
 from app.schemas import answers as a
-from app.schemas.native import BatchGenerateBody, DetokenizeBody, GenerateBody, TokenizeBody
+from app.schemas.native import (
+    BatchGenerateBody,
+    DetokenizeBody,
+    GenerateBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from app.schemas.openai import ChatCompletionRequest, CompletionRequest
 from engine.schemas import GenerationRequest
 
@@ -48,6 +55,8 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue a text", a.Completion, CompletionRequest, (404, *_GENERATES), True),
     Operation("get", "/v1/models", "The models' names", a.ModelList),
     Operation("get", "/v1/models/{model_id}", "One model", a.ModelCard, errors=(404,)),
+    Operation("post", "/v1/load_lora_adapter", "Serve an adapter", a.ModelCard, LoadAdapterBody, (403, *_BODY, 503)),
+    Operation("post", "/v1/unload_lora_adapter", "Drop an adapter", a.Deleted, UnloadAdapterBody, (403, 404, *_BODY)),
     Operation("post", "/generate", "Continue a text", a.Generated, GenerateBody, (*_GENERATES, 422), True),
     Operation("post", "/batch_generate", "Continue texts", a.GeneratedBatch, BatchGenerateBody, (*_GENERATES, 422)),
     Operation("post", "/tokenize", "A text or a chat as token ids", a.Tokens, TokenizeBody, (*_BODY, 422)),

@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -87,9 +87,11 @@ class Placement:
     for each request that is there.
     """
 
-    def __init__(self, page_size: int, batch_size: int) -> None:
+    def __init__(self, page_size: int, batch_size: int, adapters: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """adapters: folder and key by name; as it is at any time."""
         self._page_size = page_size
         self._batch_size = batch_size
+        self._adapters = {} if adapters is None else adapters
 
     def choose(self, candidates: Sequence[C], request: GenerationRequest, session: str | None = None) -> C:
         """The replica for a request with prompt_ids; with one candidate there is nothing to compute."""
@@ -109,7 +111,8 @@ class Placement:
         return chosen
 
     def _digests(self, request: GenerationRequest, tokens: np.ndarray) -> list[int]:
-        chain = [root_digest(request.cache_salt, request.adapter)]
+        key = self._adapters.get(request.adapter, ("", ""))[1] if request.adapter is not None else None
+        chain = [root_digest(request.cache_salt, key)]
         extend_digests(chain, tokens[:-1], self._page_size)  # the last token is computed always
         digests: list[int] = short_digests(chain)[1:].tolist()
         return digests
@@ -150,10 +153,25 @@ class EngineClient:
         """Waits for a first replica; returns its description. `membership` hears of every change from here on."""
         return await _detached(self._await(self._handle.options(method_name="describe"), membership))
 
-    async def generate(self, replica_id: str, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
+    async def generate(
+        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
+    ) -> GenerationResult | Refusal:
         """Runs a request on one replica; cancelling this aborts it there. Any exception means that it was lost."""
-        reply: GenerationResult | Refusal = await self._call(replica_id, "generate", request, tag)
+        reply: GenerationResult | Refusal = await self._call(replica_id, "generate", request, tag, adapter_path)
         return reply
+
+    async def load_adapter(self, replica_id: str, name: str, path: str) -> str:
+        """Returns the adapter's key. Raises ValueError (in a RayTaskError) for files that don't fit."""
+        key: str = await self._call(replica_id, "load_adapter", name, path)
+        return key
+
+    async def unload_adapter(self, replica_id: str, name: str) -> None:
+        await self._call(replica_id, "unload_adapter", name)
+
+    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None:
+        """Tells every Router where an adapter is, or that it is there no more."""
+        assert self._routers is not None
+        await _detached(self._routers.broadcast("set_adapter", name, place).results_async(timeout_s=10))
 
     async def abort(self, replica_id: str, tag: int) -> None:
         """Ends a request early; its `generate` returns what there is."""

@@ -154,6 +154,7 @@ class EngineReplica:
         if draft is not None:
             draft.on_round_trip = self.metrics.draft_round_trip
         self._loop = asyncio.get_running_loop()
+        self._adapter_lock = asyncio.Lock()
         self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
         self._seen: dict[int, None] = {}
         self._pumps: dict[int, Pump] = {}
@@ -233,9 +234,26 @@ class EngineReplica:
 
     async def describe(self, membership: None = None) -> dict[str, Any]:
         """What is really running here."""
-        if self.draft is None:
-            return self.description
-        return {**self.description, "draft": self.draft.description}
+        adapters = {name: (adapter.path, adapter.key) for name, adapter in self.engine.adapters().items()}
+        draft = {} if self.draft is None else {"draft": self.draft.description}
+        return {**self.description, **draft, "adapters": adapters}
+
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Has the adapter of a PEFT folder ready for requests; returns its key. Raises ValueError."""
+        async with self._adapter_lock:
+            return await self._load_adapter(name, path)
+
+    async def _load_adapter(self, name: str, path: str) -> str:
+        loaded = self.engine.adapters().get(name)
+        if loaded is not None and loaded.path == path:
+            return loaded.key
+        if loaded is not None:
+            self.engine.unload_adapter(name)
+        return await asyncio.to_thread(self.engine.load_adapter, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        if name in self.engine.adapters():
+            self.engine.unload_adapter(name)
 
     def _record_stats(self) -> EngineStats:
         stats = self.engine.stats()
@@ -243,8 +261,13 @@ class EngineReplica:
         self.metrics.record_speculation(self.engine.speculation_stats())
         return stats
 
-    async def generate(self, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
-        """Runs one request to its end; its tokens leave by the pump whose key is in `tag`. Cancelling aborts it."""
+    async def generate(
+        self, request: GenerationRequest, tag: int, adapter_path: str | None = None
+    ) -> GenerationResult | Refusal:
+        """Runs one request to its end; its tokens leave by the pump whose key is in `tag`. Cancelling aborts it.
+
+        adapter_path: where the request's adapter is, if it isn't loaded here yet, or not any more.
+        """
         if tag >> TAG_BITS not in self._pumps:
             return Refusal(0, "no pump is open for this tag")
         if tag in self._seen:
@@ -260,7 +283,13 @@ class EngineReplica:
         try:
             if request.grammar is not None:  # the engine finds it compiled
                 await asyncio.to_thread(self.engine.grammars.compile, request.grammar)
-            self.engine.add_request(request.model_copy(update={"request_id": request_id}), tag=tag)
+            request = request.model_copy(update={"request_id": request_id})
+            if request.adapter is None or adapter_path is None:
+                self.engine.add_request(request, tag=tag)
+            else:
+                async with self._adapter_lock:  # nobody else's takes its place in between
+                    await self._load_adapter(request.adapter, adapter_path)
+                    self.engine.add_request(request, tag=tag)
             return await call
         except QueueFull as error:
             return Refusal(429, str(error))
@@ -393,6 +422,8 @@ def build_engine(
     if config.draft_model is not None and draft_channel is None:
         draft = load_model(config.of_draft(), tokenizer)
     engine = ContinuousBatchingEngine.from_serving_config(config, model, tokenizer, draft, draft_channel)
+    for name, path in config.adapter_paths().items():
+        engine.load_adapter(name, path)
     engine.add_request(GenerationRequest(prompt="warm", max_new_tokens=2, ignore_eos=True, request_id="warm-up"))
     while engine.scheduler.has_pending_work:
         engine.step()

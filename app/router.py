@@ -54,7 +54,15 @@ class Engines(Protocol):
 
     async def attach(self, membership: Membership) -> dict[str, Any]: ...
 
-    async def generate(self, replica_id: str, request: GenerationRequest, tag: int) -> GenerationResult | Refusal: ...
+    async def generate(
+        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
+    ) -> GenerationResult | Refusal: ...
+
+    async def load_adapter(self, replica_id: str, name: str, path: str) -> str: ...
+
+    async def unload_adapter(self, replica_id: str, name: str) -> None: ...
+
+    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None: ...
 
     async def abort(self, replica_id: str, tag: int) -> None: ...
 
@@ -261,7 +269,8 @@ class TextGeneration:
         request = self.request.model_copy(
             update={"output_ids": known, "attempt": self.attempt, "stop": [], "timeout": None}
         )
-        call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag))
+        path, _ = self._router.adapters.get(request.adapter or "", (None, ""))
+        call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag, path))
         link.attempts[tag] = (self, call)
         self._at = link.replica_id, tag
         self.sent = time.monotonic()
@@ -379,6 +388,7 @@ class Router:
         self.max_model_len = config.max_model_len or 0
         self.sampling_defaults: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
+        self.adapters: dict[str, tuple[str, str]] = {}  # folder and key
         self._links: dict[str, ReplicaLink] = {}
         self._closing: set[ReplicaLink] = set()
         self._live: set[TextGeneration] = set()
@@ -390,7 +400,35 @@ class Router:
 
     @property
     def model_names(self) -> list[str]:
-        return self.config.model_names()
+        return [*self.config.model_names(), *self.adapters]
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve the LoRA adapter of a PEFT folder as a model of this name. ValueError: it can't be."""
+        if name in self.model_names and self.adapters.get(name, ("", ""))[0] != path:
+            raise ValueError(f"{name} is the name of another model")
+        keys = await asyncio.gather(
+            *(self.engines.load_adapter(replica, name, path) for replica in self._links), return_exceptions=True
+        )
+        for error in keys:
+            if isinstance(error, BaseException):
+                await self.unload_adapter(name)
+                raise error if isinstance(error, ValueError) else Unavailable(f"a replica was lost: {error!r}")
+        if not keys:
+            raise Unavailable("no replica is ready")
+        await self.engines.announce_adapter(name, (path, str(keys[0])))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that run with it go on."""
+        await self.engines.announce_adapter(name, None)
+        calls = [self.engines.unload_adapter(replica, name) for replica in self._links]
+        await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
+
+    async def set_adapter(self, name: str, place: tuple[str, str] | None) -> None:
+        """What another Router was asked."""
+        if place is None:
+            self.adapters.pop(name, None)
+        else:
+            self.adapters[name] = place
 
     @property
     def ready(self) -> bool:
@@ -499,7 +537,8 @@ class Router:
                 description = await self.engines.attach(membership)
                 self.max_model_len = description["max_model_len"]
                 self.sampling_defaults = description.get("sampling_defaults", {})
-                self._placement = Placement(description["page_size"], self._batch_size)
+                self._placement = Placement(description["page_size"], self._batch_size, self.adapters)
+                self.adapters |= description["adapters"]
                 self.description = description
                 self.usable.set()
             except Exception:

@@ -82,6 +82,12 @@ class ServingConfig(BaseSettings):
         "auto", description="form of the model's tool calls; auto: the one in its chat template"
     )
 
+    adapters: list[str] = Field(default_factory=list, description="name=folder of LoRA adapters, PEFT's form")
+    max_adapters: int | None = Field(
+        None, ge=0, description="adapters in memory, the least recently used goes; default: as many as `adapters`"
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="processes, a device each, that share a replica's model")
+
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; beyond loopback a key is required")
     port: int = Field(8000, ge=1, le=65535)
     api_key: SecretStr | None = Field(None, description="clients must send it; better set in the environment")
@@ -154,6 +160,14 @@ class ServingConfig(BaseSettings):
                 raise ValueError(f"{name} needs a draft_model")
             if name != "draft_placement" and name in self.model_fields_set and not self.has_draft_actors:
                 raise ValueError(f"{name} needs draft_placement actor")
+        for name in self.adapter_paths():
+            if name in self.model_names():
+                raise ValueError(f"adapters: {name} is a name of the model")
+        if self.adapters and self.max_adapters is not None and self.max_adapters < len(self.adapters):
+            raise ValueError(f"max_adapters {self.max_adapters} is less than the {len(self.adapters)} of adapters")
+        if self.tensor_parallel_size > 1 and (self.adapter_limit or self.model == DUMMY_MODEL):
+            what = "adapters" if self.adapter_limit else "the dummy model"
+            raise ValueError(f"tensor_parallel_size doesn't go with {what}")
         if self.model_class is not None and self.model == DUMMY_MODEL:
             raise ValueError("model_class needs a model with weights, not dummy")
         if self.generation_backend == "eager" and "max_batch_size" in self.model_fields_set and self.max_batch_size > 1:
@@ -170,10 +184,19 @@ class ServingConfig(BaseSettings):
         except ValidationError as error:
             raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
 
-    def keys(self) -> dict[str, int | None]:
-        """The keys that clients may send, and the best priority that each gives: None for any."""
-        first = {} if self.api_key is None else {self.api_key.get_secret_value(): None}
-        return {**{key.get_secret_value(): priority for key, priority in self.api_keys.items()}, **first}
+    def adapter_paths(self) -> dict[str, str]:
+        """Folder by name, of `adapters`. Raises ValueError."""
+        paths: dict[str, str] = {}
+        for entry in self.adapters:
+            name, _, path = entry.partition("=")
+            if not name or not path or name in paths:
+                raise ValueError(f"adapters: {entry!r} is not name=folder" if name not in paths else f"two are {name}")
+            paths[name] = path
+        return paths
+
+    @property
+    def adapter_limit(self) -> int:
+        return len(self.adapters) if self.max_adapters is None else self.max_adapters
 
     @property
     def proposer(self) -> Literal["off", "ngram", "draft"]:
@@ -190,6 +213,11 @@ class ServingConfig(BaseSettings):
         """Options for loading the draft as a model."""
         return self.model_copy(update={"model": self.draft_model, "revision": None, "model_class": None})
 
+    def keys(self) -> dict[str, int | None]:
+        """The keys that clients may send, and the best priority that each gives: None for any."""
+        first = {} if self.api_key is None else {self.api_key.get_secret_value(): None}
+        return {**{key.get_secret_value(): priority for key, priority in self.api_keys.items()}, **first}
+
     def model_names(self) -> list[str]:
         """Names a client may put into `model`, the first one being the one that answers carry."""
         name = self.served_model_name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
@@ -201,6 +229,7 @@ class ServingConfig(BaseSettings):
             ("model", self.model),
             ("tokenizer", self.tokenizer),
             ("draft_model", self.draft_model),
+            *(("adapters", path) for path in self.adapter_paths().values()),
         ):
             if value is not None and looks_like_path(value) and not Path(value).expanduser().exists():
                 raise ConfigError(f"{option}: no such file or folder: {value}")

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,9 @@ from engine.digests import extend_digests, root_digest
 from engine.grammars import GRAMMAR_ERROR
 from engine.kv_cache import KVSlotPool
 from engine.memory import fitting_pages
-from engine.models.decoder import CausalLM
+from engine.models.decoder import CausalLM, DecoderModel
+from engine.models.lora import Adapter, AdapterSet
+from engine.parallel import LeadingRunner, Ranks, Setup
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
 from engine.scheduler import Scheduler, StepPlan
@@ -132,6 +135,7 @@ class ContinuousBatchingEngine:
         draft_model: CausalLM | None = None,
         draft_channel: DraftChannel | None = None,
         gamma: int | None = None,
+        max_adapters: int = 0,
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth must be 0 or 1, got {depth}")
@@ -162,16 +166,19 @@ class ContinuousBatchingEngine:
         if dtype != torch.float32 or quantization is not None:
             model.pack(quantization)
         pages_a_sequence = -(-self.max_seq_len // page_size)
+        sizes: dict[str, Any] = {
+            "page_size": page_size,
+            "max_seq_len": self.max_seq_len,
+            "max_batch_size": max_batch_size,
+            "max_batched_tokens": max_batched_tokens,
+            "num_pages": num_pages,
+            "memory_fraction": memory_fraction,
+        }
+        if model.ranks is not None:
+            model.ranks.send(Setup(sizes, dtype, max_batch_size))
+        fitting = fitting_pages(model, **sizes)
         self.pool = KVSlotPool(
-            fitting_pages(
-                model,
-                page_size,
-                max_seq_len=self.max_seq_len,
-                max_batch_size=max_batch_size,
-                max_batched_tokens=max_batched_tokens,
-                num_pages=num_pages,
-                memory_fraction=memory_fraction,
-            ),
+            fitting if model.ranks is None else model.ranks.smallest(fitting),
             page_size,
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -191,10 +198,17 @@ class ContinuousBatchingEngine:
             max_queued_tokens=max_queued_tokens,
             aging_seconds=aging_seconds,
         )
+        self._adapters = self._make_adapters(model, max_adapters)
         self.vocabulary = Vocabulary(model.vocab_size, tokenizer)
         self.grammars = GrammarCompiler(self.vocabulary)
         sampler = Sampler(self.sampling, self.vocabulary, self.device)
-        self._runner: ModelRunner | None = ModelRunner(model, self.pool, self.table, sampler, self.table.page_table)
+        self._ranks: Ranks | None = model.ranks
+        self._runner: ModelRunner | None
+        if self._ranks is not None:
+            self._runner = LeadingRunner(model, self.pool, self.table, sampler, self.table.page_table)
+        else:
+            page_table, adapters = self.table.page_table, self._adapters
+            self._runner = ModelRunner(model, self.pool, self.table, sampler, page_table, adapters=adapters)
         self._speculator = self._make_speculator(speculation, draft_model, draft_channel, gamma)
         self._lock = threading.Condition()
         self._turn = threading.Lock()  # a step at a time, whoever steps
@@ -229,6 +243,12 @@ class ContinuousBatchingEngine:
         drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary)
         return Speculator(DraftModelProposer(drafter), self.table, gamma)
 
+    def _make_adapters(self, model: CausalLM, limit: int) -> AdapterSet | None:
+        if limit and (not isinstance(model, DecoderModel) or model.ranks is not None):
+            what = "model in several ranks" if model.ranks is not None else type(model).__name__
+            raise ValueError(f"max_adapters: a {what} takes no adapters")
+        return AdapterSet(model, limit) if limit and isinstance(model, DecoderModel) else None
+
     @classmethod
     def from_serving_config(
         cls,
@@ -255,13 +275,14 @@ class ContinuousBatchingEngine:
             max_batched_tokens=config.max_batched_tokens,
             depth=config.depth,
             enable_prefix_cache=config.enable_prefix_cache,
-            quantization=config.quantization,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
+            quantization=config.quantization,
             speculation=config.proposer,
             draft_model=draft_model,
             draft_channel=draft_channel,
             gamma=config.gamma,
+            max_adapters=config.adapter_limit,
         )
 
     # Requests
@@ -300,6 +321,7 @@ class ContinuousBatchingEngine:
         if request.stop and tag is not None:
             raise ValueError("stop strings of a tagged request are its sink's")
         check_request(request, prompt_ids, self.vocabulary, self.max_seq_len)
+        adapter = self._adapter_set().use(request.adapter) if request.adapter is not None else None
         grammar = None
         if request.grammar is not None:
             grammar = self.grammars.state(request.grammar, request.output_ids)
@@ -307,7 +329,7 @@ class ContinuousBatchingEngine:
         if request.stop and self.tokenizer is not None:
             reader = TextStream(self.tokenizer, prompt_ids, request, request.output_ids)
         tokens = np.array([*prompt_ids, *request.output_ids], dtype=np.int32)
-        digests = [root_digest(request.cache_salt, request.adapter)]
+        digests = [root_digest(request.cache_salt, adapter.key if adapter is not None else None)]
         if self.pool.index is not None:
             extend_digests(digests, tokens, self.pool.page_size)
         now = time.monotonic()
@@ -325,6 +347,7 @@ class ContinuousBatchingEngine:
             deadline=now + request.timeout if request.timeout is not None else np.inf,
             digests=digests,
             arrival=now,
+            adapter=adapter,
             grammar=grammar,
             reader=reader,
         )
@@ -338,6 +361,27 @@ class ContinuousBatchingEngine:
         self._next_uid += 1
         self._live[request_id] = sequence
         self._counters.prompt_tokens += sequence.prompt_len
+
+    def load_adapter(self, name: str, path: str | Path) -> str:
+        """Let requests name the adapter of a PEFT folder; returns its key, which is part of its prefixes'.
+
+        The least recently used makes room where `max_adapters` are loaded. Raises ValueError for a name that is taken
+        and for files that don't fit the model.
+        """
+        return self._adapter_set().load(name, path).key
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that have it keep it. Raises ValueError if it isn't loaded."""
+        self._adapter_set().unload(name)
+
+    def adapters(self) -> dict[str, Adapter]:
+        """The loaded adapters by name."""
+        return self._adapters.loaded() if self._adapters is not None else {}
+
+    def _adapter_set(self) -> AdapterSet:
+        if self._adapters is None:
+            raise ValueError("adapters are off: max_adapters is 0")
+        return self._adapters
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request; its pages are free by the first step planned after this. False if it isn't live."""
@@ -408,6 +452,8 @@ class ContinuousBatchingEngine:
                     self._speculator.propose(plan)
                 launched = runner.launch(plan)
             except Exception as e:
+                if self._ranks is not None:
+                    raise  # a rank is lost, or out of step
                 logger.exception("a forward of %d sequences failed", len(plan.rows))
                 error = e
         ready = launched if self._commits_at_once(plan) else self._in_flight
@@ -727,6 +773,8 @@ class ContinuousBatchingEngine:
                     known = int(self.table.known[sequence.row]) if sequence.row >= 0 else len(sequence.tokens)
                     self._end(sequence, FinishReason.ERROR, known, error="the model was unloaded")
                 self._in_flight = None
+                if self._runner is not None and self._ranks is not None:
+                    self._ranks.send(None)
                 self._runner = None
                 self.pool.drop()
                 ended, self._ended = self._ended, []
@@ -769,8 +817,6 @@ def check_request(request: GenerationRequest, prompt_ids: list[int], vocabulary:
         )
     if vocabulary.tokenizer is None and (request.stop or request.bad_words):
         raise ValueError(f"{'stop' if request.stop else 'bad_words'} needs a tokenizer")
-    if request.adapter is not None:
-        raise ValueError(f"unknown adapter {request.adapter!r}")
     vocabulary.check(request, [*prompt_ids, *request.output_ids])
 
 

@@ -22,6 +22,7 @@ from engine.batch_engine import NO_CHOICE, ContinuousBatchingEngine, check_reque
 from engine.kv_cache import KVCache
 from engine.models.decoder import CausalLM, create_decoder_kv_caches
 from engine.models.loader import as_dtype, check_tokenizer, load_generation_defaults, load_model, resolve_model
+from engine.parallel import start_ranks
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed, gumbel_noise
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, SamplingParams, StepTokens
 from engine.speculation import SpeculationStats
@@ -261,9 +262,7 @@ class _Draft:
     """What a draft model proposes for one sequence, and what of it stands. Noise beyond that of the vocabulary's ids
     decides about acceptance and draws from residuals, so that a seed gives the same tokens again."""
 
-    def __init__(
-        self, model: CausalLM, gamma: int, sampler: Sampler, tokens: Tensor, stats: SpeculationStats
-    ) -> None:
+    def __init__(self, model: CausalLM, gamma: int, sampler: Sampler, tokens: Tensor, stats: SpeculationStats) -> None:
         self.model, self.gamma, self.sampler, self.tokens, self.stats = model, gamma, sampler, tokens, stats
         self.caches = _caches(model, min(tokens.shape[1], model.max_seq_len))
         self.q: list[Tensor] = []  # the distribution [1, V] of each draft
@@ -450,9 +449,9 @@ class LLM:
 
     model: a Hugging Face folder, a hub id (at `revision`), a .gguf file, or a CausalLM. tokenizer: the same, or a
     Tokenizer; a model that is loaded brings its own. gpu_memory_utilization: how much of the device's free memory the
-    KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on an
-    accelerator, 16 on a CPU. quantization: int8 or int4 weights, on a CPU. seed: makes requests without a seed
-    repeatable. Raises ValueError.
+    KV pool may take. max_model_len: the context; None is the model's. max_num_seqs: sequences a step; None is 256 on
+    an accelerator, 16 on a CPU. quantization: int8 or int4 weights, on a CPU. tensor_parallel_size:
+    processes that share the model, a device each. seed: makes requests without a seed repeatable. Raises ValueError.
     """
 
     def __init__(
@@ -471,8 +470,8 @@ class LLM:
         seed: int | None = None,
         revision: str | None = None,
     ) -> None:
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size {tensor_parallel_size} is not supported, only 1")
+        if tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization}")
         if device == "auto":
@@ -485,7 +484,14 @@ class LLM:
             self._defaults = load_generation_defaults(path)
             eos = self._defaults.pop("eos_token_ids")
             tokenizer = path if tokenizer is None else tokenizer
-            model = load_model(path, dtype=target, device=device, max_seq_len=max_model_len)
+            options: dict[str, Any] = {"dtype": target, "max_seq_len": max_model_len}
+            ranks = None
+            if tensor_parallel_size > 1:
+                ranks = start_ranks(tensor_parallel_size, str(device), path, **options)
+                device = ranks.device
+            model = load_model(path, device=device, ranks=ranks, **options)
+        elif tensor_parallel_size > 1:
+            raise ValueError("tensor_parallel_size needs a model that is loaded here: a folder, a hub id or a file")
         elif revision is not None:
             raise ValueError("revision is for hub models")
         if isinstance(tokenizer, (str, Path)):

@@ -17,6 +17,7 @@ import torch
 from engine.attention import PackedBatch
 from engine.kv_cache import KVSlotPool
 from engine.models.decoder import CausalLM
+from engine.models.lora import Adapter, AdapterSet
 from engine.sampling import Sampled, Sampler
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
@@ -80,10 +81,12 @@ class ModelRunner:
         sampler: Sampler,
         page_table: np.ndarray,
         scores_prompts: bool = True,
+        adapters: AdapterSet | None = None,
     ) -> None:
         self.model, self.pool, self.table, self.sampler = model, pool, table, sampler
         self.page_table = page_table
         self.scores_prompts = scores_prompts
+        self.adapters = adapters
         self.device = model.device
         self.graphs: list[_Graph] = []
         if self.device.type == "cuda" and model.attention.takes_token_pages:
@@ -125,7 +128,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Final hidden states of the plan's tokens."""
         at = bisect_left(self.graphs, int(plan.counts.sum()), key=lambda graph: graph.inputs.shape[1])
-        if at < len(self.graphs):
+        # a graph knows no adapters
+        if at < len(self.graphs) and not self.table.has_adapter[plan.rows].any():
             return self._replay(self.graphs[at], plan)
         batch = PackedBatch.paged(
             self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
@@ -141,6 +145,8 @@ class ModelRunner:
         self._enter_device()
         for source, target, tokens in plan.copies:
             self.pool.copy(source, target, tokens)
+        if self.adapters is not None:
+            self._select_adapters(plan, self.adapters)
         hidden = self._forward(plan)
         prompt_scores = self._score_prompts(plan, hidden)
         if not plan.samples.any():
@@ -164,6 +170,14 @@ class ModelRunner:
         ready = torch.cuda.Event()
         ready.record()
         return LaunchedStep(plan, sampled, ready, prompt_scores)
+
+    def _select_adapters(self, plan: StepPlan, adapters: AdapterSet) -> None:
+        wanted = self.table.has_adapter[plan.rows]
+        chosen: list[Adapter | None] = [None] * len(plan.rows)
+        for i in np.flatnonzero(wanted).tolist():
+            sequence = self.table.sequences[plan.rows[i]]
+            chosen[i] = sequence.adapter if sequence is not None else None
+        adapters.select(chosen, plan.counts)
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, int, Sampled]]:
         """Log-probabilities of the prompt tokens that follow the runs' positions, for the rows that want them."""

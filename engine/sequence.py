@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.models.lora import Adapter
 from engine.schemas import GenerationRequest, TokenLogprobs
 from engine.structured import GrammarState
 from engine.tokenization import TextStream
@@ -37,6 +38,7 @@ class Sequence:
     deadline: float
     digests: list[bytes]  # chain over the full pages of `tokens`, root first
     arrival: float
+    adapter: Adapter | None = None
     grammar: GrammarState | None = None
     reader: TextStream | None = None  # cuts at stop strings when the caller does not
     status: Status = Status.NEW
@@ -67,6 +69,7 @@ class SequenceTable:
         self.key = np.zeros(rows)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)
+        self.placed = np.zeros(rows, dtype=np.int64)  # tokens that came with the sequence; the others were sampled here
         self.length = np.zeros(rows, dtype=np.int64)  # known tokens
         self.computed = np.zeros(rows, dtype=np.int64)  # tokens with keys and values in the pool
         self.committed = np.zeros(rows, dtype=np.int64)
@@ -79,6 +82,7 @@ class SequenceTable:
         self.fresh = np.zeros(rows, dtype=bool)  # its sampling parameters are still to be set
         self.has_reader = np.zeros(rows, dtype=bool)
         self.has_grammar = np.zeros(rows, dtype=bool)
+        self.has_adapter = np.zeros(rows, dtype=bool)
         self.tokens = np.zeros((rows, max_seq_len + 1), dtype=np.int32)
         # the same by the device: the sampler writes it, so that a step can follow one that is not committed yet
         self.device_tokens = torch.from_numpy(self.tokens).to(device)
@@ -90,12 +94,13 @@ class SequenceTable:
         self.sequences[row] = sequence
         self.uid[row], self.tag[row], self.key[row] = sequence.uid, sequence.tag, sequence.key
         self.prompt_len[row], self.limit[row] = sequence.prompt_len, sequence.limit
-        self.length[row] = self.known[row] = count
+        self.placed[row] = self.length[row] = self.known[row] = count
         self.computed[row] = self.committed[row] = self.published[row] = 0
         self.num_pages[row] = self.first_page[row] = 0
         self.first_token[row] = sequence.first_token
         self.has_reader[row] = sequence.reader is not None
         self.has_grammar[row] = sequence.grammar is not None
+        self.has_adapter[row] = sequence.adapter is not None
         self.fresh[row] = True
         self.tokens[row, :count] = sequence.tokens
         if self.device_tokens.device.type != "cpu":

@@ -141,6 +141,12 @@ class ModelCard(Answer):
     max_model_len: Count
 
 
+class Deleted(Answer):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
 class ModelList(Answer):
     object: Literal["list"]
     data: list[ModelCard]

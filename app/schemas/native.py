@@ -54,6 +54,15 @@ class TokenizeBody(Body):
         return self
 
 
+class LoadAdapterBody(Body):
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str = Field(min_length=1, max_length=200)
+
+
 class DetokenizeBody(Body):
     tokens: list[int] = Field(max_length=MAX_PROMPT_CHARS)
     skip_special_tokens: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -18,6 +18,9 @@ from engine.models.decoder import CausalLM, DecoderModel
 from engine.models.gguf import GGUFCheckpoint
 from engine.schemas import SamplingParams
 from engine.tokenization import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.parallel import Ranks
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -93,13 +96,14 @@ def load_model(
     token: str | None = None,
     max_seq_len: int | None = None,
     model_class: type[CausalLM] | str = DecoderModel,
+    ranks: Ranks | None = None,
 ) -> CausalLM:
     """The model of a Hugging Face folder, a hub id (with `revision` and `token`) or a .gguf file, in eval mode.
 
     `dtype` None keeps the checkpoint's (bf16 for GGUF). `max_seq_len` lowers the context. `model_class`, a CausalLM
     or its `package.module:name`, is made by its `from_checkpoint`. Tensors go from disk to the device one by one.
     ValueError names what is wrong: an architecture that isn't known, a quantised or mixture-of-experts checkpoint,
-    tensors that are missing, unexpected or of another shape.
+    tensors that are missing, unexpected or of another shape. With `ranks`, this process's part of it.
     """
     checkpoint = open_checkpoint(resolve_model(path_or_id, revision, token))
     target = checkpoint.dtype if dtype is None else as_dtype(dtype)
@@ -120,15 +124,26 @@ def load_model(
             )
     except (ValueError, RuntimeError, OverflowError) as error:  # the last two: sizes that no tensor can have
         raise ValueError(f"{path_or_id}: {error}") from None
+    shapes, whole = checkpoint.shapes, None
+    if ranks is not None:
+        if type(model) is not DecoderModel:
+            raise ValueError(f"{path_or_id}: a {type(model).__name__} can't be divided among ranks")
+        whole = model.config
+        with torch.device("meta"):
+            model = DecoderModel.from_config(ranks.config(whole))
+        shapes = {name: ranks.shape(name, shape, whole) for name, shape in shapes.items()}
     places: dict[Tensor, list[str]] = {}  # several where weights are tied
     for name, tensor in model.state_dict(keep_vars=True).items():
         places.setdefault(tensor, []).append(name)
-    if problems := _problems(places, checkpoint.shapes):
+    if problems := _problems(places, shapes):
         raise ValueError(f"{path_or_id}: {problems}")
     largest_first = sorted(places, key=Tensor.numel, reverse=True)  # its copies are gone when the others come
     for tensor in tqdm(largest_first, desc="Loading weights", unit="tensor", disable=None, leave=False):
         stored = next(name for name in places[tensor] if name in checkpoint.shapes)
-        loaded = checkpoint.read(stored).to(device=device, dtype=target, copy=True)
+        loaded = checkpoint.read(stored)
+        if ranks is not None and whole is not None:
+            loaded = ranks.part(stored, loaded, whole)
+        loaded = loaded.to(device=device, dtype=target, copy=True)
         if isinstance(tensor, torch.nn.Parameter):
             loaded = torch.nn.Parameter(loaded)
         for name in places[tensor]:
@@ -137,6 +152,8 @@ def load_model(
     if unsaved := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(f"{path_or_id}: buffers that the checkpoint doesn't have: {_some(unsaved)}")
     model.generation_config = checkpoint.generation_config
+    if ranks is not None and whole is not None and isinstance(model, DecoderModel):
+        ranks.connect(model, whole.vocab_size)
     return model.eval()
 
 

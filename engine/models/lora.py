@@ -45,6 +45,7 @@ class Adapter:
     """
 
     name: str
+    path: str
     key: str
     weights: dict[tuple[int, str], tuple[Tensor, Tensor]]
     nbytes: int
@@ -72,7 +73,7 @@ def load_adapter(path: str | Path, model: DecoderModel, name: str | None = None)
     with open(weights_file, "rb") as content:
         digest = hashlib.file_digest(content, "blake2b").hexdigest()[:16]
     nbytes = sum(tensor.nbytes for pair in weights.values() for tensor in pair)
-    return Adapter(name, f"{name}:{digest}", weights, nbytes)
+    return Adapter(name, str(path), f"{name}:{digest}", weights, nbytes)
 
 
 def _check_config(config: dict[str, Any]) -> None:
@@ -279,10 +280,9 @@ class AdapterSet:
             self._loaded.move_to_end(self._find(name))
             return self._loaded[name]
 
-    def keys(self) -> dict[str, str]:
-        """Key by name."""
+    def loaded(self) -> dict[str, Adapter]:
         with self._lock:
-            return {name: adapter.key for name, adapter in self._loaded.items()}
+            return dict(self._loaded)
 
     def _find(self, name: str) -> str:
         if name not in self._loaded:

@@ -15,6 +15,7 @@ from app.placement import Membership, ReplicaGone
 from app.replica import EngineReplica, PumpMessage, Refusal
 from app.settings import ServingConfig
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, StepTokens
+from engine.speculation import SpeculationStats
 from engine.tokenization import SimpleCharacterTokenizer
 
 TOKENIZER = SimpleCharacterTokenizer()
@@ -118,8 +119,14 @@ class FakeEngine:
             )
         )
 
+    def adapters(self) -> dict[str, Any]:
+        return {}
+
     def backlog(self) -> tuple[int, int]:
         return 0, 1000
+
+    def speculation_stats(self) -> SpeculationStats:
+        return SpeculationStats(0, 0, [])
 
     def stats(self) -> Stats:
         return Stats(len(self.rows), aborted_requests=self.aborts)
@@ -134,10 +141,11 @@ class LocalEngines:
     membership: Membership | None = None
     frozen: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
+    routers: list[Any] = field(default_factory=list)
 
-    def add(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
+    def add(self, name: str, engine: FakeEngine | None = None, description: dict[str, Any] | None = None) -> FakeEngine:
         engine = engine or FakeEngine()
-        description = {"max_model_len": self.config.max_model_len or 256, "page_size": 16}
+        description = description or {"max_model_len": self.config.max_model_len or 256, "page_size": 16}
         replica = EngineReplica(engine, self.config, description, name)  # type: ignore[arg-type]
         self.replicas[name] = replica
         self.calls[name] = set()
@@ -190,9 +198,11 @@ class LocalEngines:
             raise ReplicaGone(name)
         return self.replicas[name]
 
-    async def generate(self, replica_id: str, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
+    async def generate(
+        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
+    ) -> GenerationResult | Refusal:
         reply: GenerationResult | Refusal = await self._remote(
-            replica_id, self._replica(replica_id).generate(request, tag)
+            replica_id, self._replica(replica_id).generate(request, tag, adapter_path)
         )
         await self.frozen[replica_id].wait()
         return reply
@@ -213,6 +223,16 @@ class LocalEngines:
                 yield message
         finally:
             await messages.aclose()  # type: ignore[attr-defined]
+
+    async def load_adapter(self, replica_id: str, name: str, path: str) -> str:
+        return await self._replica(replica_id).load_adapter(name, path)
+
+    async def unload_adapter(self, replica_id: str, name: str) -> None:
+        await self._replica(replica_id).unload_adapter(name)
+
+    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None:
+        for router in self.routers:
+            await router.set_adapter(name, place)
 
     async def router_metrics(self, timeout: float) -> list[bytes]:
         raise TimeoutError

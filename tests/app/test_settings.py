@@ -47,7 +47,7 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"model": "x", "gamma": 3}, "gamma needs speculation"),
         ({"model": "x", "num_replicas": 3, "max_replicas": 2}, "max_replicas 2 is below num_replicas 3"),
         ({"model": "x", "generation_backend": "eager", "max_batch_size": 4}, "max_batch_size above 1 needs"),
-        ({"model": "x", "tensor_parallel_size": 2}, "unknown option tensor_parallel_size"),
+        ({"model": "x", "tensor_size": 2}, "unknown option tensor_size"),
     ],
 )
 def test_bad_options_are_one_line_that_names_them(options: dict[str, object], message: str) -> None:
