@@ -61,7 +61,7 @@ def test_choose(vocab: int) -> None:
     assert got.tolist() == expected.tolist()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(case=sampled_rows())
 def test_sampler(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     """As the sampler's own test, by the fused choice."""
