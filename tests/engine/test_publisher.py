@@ -152,11 +152,11 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def run(script: str, hub: FakeHub, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run(script: str, hub: FakeHub, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: huggingface_hub reads its environment once."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
-    settings |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    settings |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
     return subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=120
     )
@@ -195,19 +195,20 @@ print(load_model("me/fish", token="{TOKEN}").lm_head.weight.abs().sum().item())
         assert torch.equal(opened(IDS).logits, reference(IDS).logits)
 
     script = f"""
-from engine import load_model
-print(load_model("me/fish", revision="{commit}", token="{TOKEN}").lm_head.weight.abs().sum().item() > 0)
+from engine import load_model, load_tokenizer
+print(load_model("me/fish", revision="{commit}").lm_head.weight.abs().sum().item() > 0)
+print(load_tokenizer("me/fish", revision="{commit}").encode("the dog"))
 for options in ({{"revision": "gone", "token": "{TOKEN}"}}, {{"token": "hf_wrong"}}):
     try:
         load_model("me/sharks", **options)
     except ValueError as error:
         print(error)
 """
-    result = run(script, hub, tmp_path)
+    result = run(script, hub, tmp_path, HF_TOKEN=TOKEN)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == "True"
-    for line, status in zip(lines[1:], ("404 Client Error", "Client error '401 Unauth"), strict=True):
+    assert lines[:2] == ["True", str(byte_level_tokenizer()("the dog").input_ids)]
+    for line, status in zip(lines[2:], ("404 Client Error", "Client error '401 Unauth"), strict=True):
         assert line.startswith(f"me/sharks: no such file or folder, and not available from the hub: {status}")
 
 
