@@ -471,18 +471,6 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else {value} if isinstance(value, int) else set(value)
 
 
-def _read_folder(path: str, revision: str | None) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-
-
-def _read_gguf(path: Path) -> Any:
-    from engine.models.gguf import gguf_tokenizer
-
-    return gguf_tokenizer(path)
-
-
 def _load_pretrained(path: str, revision: str | None) -> tuple[Any, set[int]]:
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
