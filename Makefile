@@ -1,6 +1,7 @@
 # make serve   a server with the demo model on 127.0.0.1:8000
 # make test    lint, types and all tests
 # make bench   the engine's benchmark
+# make test-clients   other people's clients against a server, each in an environment of its own
 #
 # Options: PYTHON=python3.12, TORCH_INDEX=<index of another torch build>, MODEL=<folder, hub id or .gguf>, ARGS="<more>"
 
@@ -16,10 +17,10 @@ STAMP := .venv/.installed$(if $(TORCH_INDEX),-$(notdir $(patsubst %/,%,$(TORCH_I
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model serve test lint bench clean
+.PHONY: help install model serve test test-clients lint bench clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -3
+	@sed -n 's/^# //p' Makefile | head -4
 
 install: $(STAMP)
 
@@ -50,6 +51,9 @@ test: lint model
 	@echo "==> Tests"
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-clients: model
+	@$(BIN)/python tests/clients/run.py $(ARGS)
+
 lint: $(STAMP)
 	@echo "==> Lint"
 	@$(BIN)/ruff check .
@@ -61,4 +65,4 @@ bench: $(STAMP) $(DEMO_MODEL)/config.json
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
 
 clean:
-	rm -rf .venv models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
