@@ -41,8 +41,8 @@ APP_NAME = "pilotfish"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a signal
-    ended it without a drain: one during the start, a second one, or one that Ray got as well."""
+    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a
+    signal ended it without a drain: one during the start, a second one, or one that Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
     if (file := options.pop("check", None)) is not None:
@@ -279,7 +279,9 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 config = config.model_copy(update={"num_threads": max(1, cores // engines - 1)})
             ray.init(
                 address="local",
-                num_cpus=max(cores, engines + config.has_draft_actors * config.num_drafts),
+                num_cpus=max(
+                    cores, engines * config.tensor_parallel_size + config.has_draft_actors * config.num_drafts
+                ),
                 include_dashboard=False,
                 logging_level="warning",
                 _temp_dir=str(folder / "ray"),

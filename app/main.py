@@ -19,6 +19,7 @@ from app.ingress import build_asgi_app
 from app.logs import configure_access_log
 from app.metrics import Metrics, RayExporter
 from app.placement import EngineClient
+from app.ranks import RankActors, bundles
 from app.replica import EngineReplica, build_engine, load_tokenizer
 from app.router import Router
 from app.settings import ServingConfig, check_bind
@@ -50,6 +51,7 @@ def build_app(config: ServingConfig) -> serve.Application:
         health_check_timeout_s=5,
         ray_actor_options={"num_cpus": 0 if config.draft_num_gpus else 1, "num_gpus": config.draft_num_gpus},
     )
+    gpus = 1 if _wants_gpu(config) else 0
     engine = serve.deployment(
         _EngineReplica,
         name="EngineReplica",
@@ -58,7 +60,8 @@ def build_app(config: ServingConfig) -> serve.Application:
         max_ongoing_requests=config.max_batch_size + config.max_queued_requests + ROUTERS_AT_MOST,
         health_check_period_s=5,
         request_router_config={"request_router_class": "app.pinning:PinningRequestRouter"},
-        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if _wants_gpu(config) else 0},
+        ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
+        **({"placement_group_bundles": bundles(config, gpus)} if config.tensor_parallel_size > 1 else {}),
         **common,
     )
     router = serve.deployment(
@@ -79,7 +82,9 @@ class _EngineReplica(EngineReplica):
         self, config: ServingConfig, drafts: DeploymentHandle[Any] | None
     ) -> None:
         channel = SocketChannel() if drafts is not None else None
-        engine, description = await asyncio.to_thread(build_engine, config, channel)
+        self._ranks = RankActors(config) if config.tensor_parallel_size > 1 else None
+        address = None if self._ranks is None else self._ranks.address
+        engine, description = await asyncio.to_thread(build_engine, config, channel, address)
         super().__init__(engine, config, description, _replica_name(), channel)
         self._exporting = asyncio.create_task(_export(self.metrics))
         if drafts is not None:
@@ -91,6 +96,11 @@ class _EngineReplica(EngineReplica):
                 break
             await asyncio.sleep(0.1)
         return await super().describe(membership)
+
+    def check_health(self) -> None:
+        super().check_health()
+        if self._ranks is not None:
+            self._ranks.check()
 
     async def _keep_draft(self, drafts: DeploymentHandle[Any]) -> None:
         """Looks for a draft process whenever there is none."""
@@ -194,5 +204,8 @@ def _proxy_host() -> str | None:
 
 def _wants_gpu(config: ServingConfig) -> bool:
     if config.device == "auto":
-        return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= config.num_replicas
+        return (
+            ray.is_initialized()
+            and ray.cluster_resources().get("GPU", 0) >= config.num_replicas * config.tensor_parallel_size
+        )
     return config.device.startswith("cuda")

@@ -393,6 +393,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def engine_threads(config: ServingConfig) -> int:
+    """CPU threads of an engine, or of each of its ranks.
+
+    A parallel region waits for its slowest thread: one on a core shared with Router, proxy and clients costs more than
+    it gives.
+    """
+    return config.num_threads or max(1, (available_cores() - 1) // config.tensor_parallel_size)
+
+
 def set_thread_environment(threads: int, wait_policy: str) -> None:
     """OpenMP reads these once, when torch is loaded."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -400,12 +409,13 @@ def set_thread_environment(threads: int, wait_policy: str) -> None:
 
 
 def build_engine(
-    config: ServingConfig, draft_channel: SocketChannel | None = None
+    config: ServingConfig, draft_channel: SocketChannel | None = None, rank_address: str | None = None
 ) -> tuple[ContinuousBatchingEngine, dict[str, Any]]:
-    """Loads model and tokenizer, builds the engine and warms it up. Also returns a description of what runs."""
-    # A parallel region waits for its slowest thread: one on a core shared with Router, proxy and clients costs more
-    # than it gives.
-    threads = config.num_threads or max(1, available_cores() - 1)
+    """Loads model and tokenizer, builds the engine and warms it up. Also returns a description of what runs.
+
+    rank_address: where the other ranks are met, when the model is in several parts.
+    """
+    threads = engine_threads(config)
     set_thread_environment(threads, config.omp_wait_policy)
     config.check_files()
     import torch
@@ -415,7 +425,7 @@ def build_engine(
     from engine.batch_engine import ContinuousBatchingEngine
 
     tokenizer = load_tokenizer(config)
-    model = load_model(config, tokenizer)
+    model = load_model(config, tokenizer, rank_address)
     # The engine packs the weights, after which they are no parameters any more.
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     draft = None
@@ -450,6 +460,7 @@ def build_engine(
         "draft_model": config.draft_model,
         "gamma": config.gamma,
         "sampling_defaults": _sampling_defaults(config),
+        "tensor_parallel_size": config.tensor_parallel_size,
         "num_threads": torch.get_num_threads(),
         "api_key_set": config.api_key is not None,
     }
@@ -473,7 +484,26 @@ def _sampling_defaults(config: ServingConfig) -> dict[str, Any]:
     return defaults
 
 
-def load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
+def load_options(config: ServingConfig) -> dict[str, Any]:
+    """What `engine.models.loader.load_model` is given of the options."""
+    import torch
+
+    from engine.models.decoder import DecoderModel
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
+        "device": device,
+        "attn_impl": config.attn_impl,
+        "mlp_impl": config.mlp_impl,
+        "revision": config.revision,
+        "model_class": config.model_class or DecoderModel,
+    }
+
+
+def load_model(config: ServingConfig, tokenizer: Tokenizer, rank_address: str | None = None) -> CausalLM:
     """The configured model, on its device. Raises ValueError."""
     import torch
 
@@ -481,20 +511,15 @@ def load_model(config: ServingConfig, tokenizer: Tokenizer) -> CausalLM:
     from engine.models import loader
     from engine.models.decoder import DecoderModel
 
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    options = load_options(config)
+    device, dtype = options["device"], options["dtype"]
     if config.model != DUMMY_MODEL:
-        model = loader.load_model(
-            config.model,
-            dtype=dtype,
-            device=device,
-            attn_impl=config.attn_impl,
-            mlp_impl=config.mlp_impl,
-            revision=config.revision,
-            model_class=config.model_class or DecoderModel,
-        )
+        ranks = None
+        if rank_address is not None:
+            from engine.parallel import Ranks
+
+            ranks = Ranks(0, config.tensor_parallel_size, rank_address, device)
+        model = loader.load_model(config.model, ranks=ranks, **options)
         loader.check_tokenizer(model, tokenizer)
         return model
     torch.manual_seed(0)

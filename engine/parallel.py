@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
 from engine.kv_cache import KVSlotPool
 from engine.memory import fitting_pages
@@ -29,6 +30,7 @@ from engine.sampling import Sampled, Sampler
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
 
+_MEETING = datetime.timedelta(minutes=5)
 _PATIENCE = datetime.timedelta(days=365)  # an idle rank waits for a plan; a dead peer closes its connections
 
 
@@ -40,7 +42,9 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self.processes: list[Any] = []  # of the other ranks, where this one started them
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, f"tcp://{address}", world_size=size, rank=rank, timeout=_PATIENCE)
+        host, _, port = address.rpartition(":")
+        store = TCPStore(host, int(port), size, rank == 0, timeout=_MEETING)
+        dist.init_process_group(backend, store=store, world_size=size, rank=rank, timeout=_PATIENCE)
 
     def close(self) -> None:
         dist.destroy_process_group()
