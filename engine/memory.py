@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -11,6 +12,8 @@ import torch
 
 from engine.attention import PackedBatch
 from engine.models.decoder import CausalLM
+
+_CGROUP = Path("/sys/fs/cgroup")  # where a container (cgroup v2) sees its own limits
 
 
 def fitting_pages(
@@ -102,7 +105,13 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    available = psutil.virtual_memory().available
+    try:
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit, which is "max"
+        return available
+    return max(0, min(available, limit - used + int(stat.get("inactive_file", 0))))  # the file cache makes room
 
 
 def _mib(size: int) -> str:

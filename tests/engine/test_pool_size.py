@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ def test_the_measured_forward_is_the_largest(window: int | None, monkeypatch: py
         calls.clear()
         assert memory._forward_memory(model, 16, 48, rows=4, tokens=tokens) >= 0
         assert calls == expected
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    cpu = torch.device("cpu")
+    machine = memory._free_memory(cpu)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{60 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {20 << 20}\n")
+    assert memory._free_memory(cpu) > machine / 2
+    for limit, free in ((100, 60), (10, 0)):
+        (tmp_path / "memory.max").write_text(f"{limit << 20}\n")
+        assert memory._free_memory(cpu) == free << 20
 
 
 def test_measured_peak() -> None:
