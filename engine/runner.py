@@ -56,7 +56,8 @@ def cuda_graphs() -> Capture:
             run()  # kernels are compiled and libraries choose theirs
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # what other threads do, such as NCCL's watchdog, is not part of it
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = run()
         return output, graph.replay
 
