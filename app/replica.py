@@ -223,9 +223,12 @@ class EngineReplica:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_interval)
-            self._record_stats()
             for pump in self._pumps.values():
                 pump.ready.set()
+            try:
+                self._record_stats()
+            except Exception:  # no reason to be taken for dead
+                logger.exception("the engine's statistics failed")
 
     @property
     def step_age(self) -> float:

@@ -42,7 +42,7 @@ class Driver:
             head = {"num_cpus": 0, "resources": {"head": 1}, "include_dashboard": False, "temp_dir": temp_dir}
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
             for _ in range(nodes):
-                self.cluster.add_node(num_cpus=2)
+                self._add_node()
             ray.init(address=self.cluster.address, **quiet)
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
             return
@@ -64,9 +64,13 @@ class Driver:
         """One of the nodes without Routers is gone, and a new one comes."""
         nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.unique_id)
         self.cluster.remove_node(nodes[number % len(nodes)], allow_graceful=False)
-        with contextlib.suppress(Exception):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
-            self.cluster.add_node(num_cpus=2)
-            return
+        self._add_node()
+
+    def _add_node(self) -> None:
+        for _ in range(3):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
+            with contextlib.suppress(Exception):
+                self.cluster.add_node(num_cpus=2)
+                return
         self.cluster.add_node(num_cpus=2)
 
     def delete(self) -> None:
