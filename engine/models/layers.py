@@ -145,7 +145,7 @@ class PackedLinear(nn.Module):
         self.packed = torch.cat(weights) if len(weights) > 1 else weights[0]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.scales: Tensor | None = None
+        self.scales = self.packed.new_empty(0)
         self.form = "plain"
 
     def lay_out(self, quantization: str | None = None) -> None:
