@@ -15,6 +15,7 @@ import os
 import queue
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _ROWS = 256  # sequences at once
 _NEAR = 32  # tokens to read, beside those of others, that don't make an answer late
 _READ = 512  # tokens to read when nobody waits
+_HANDSHAKE = 5  # seconds
 _STOOD = 0.25  # of a sequence's proposals, averaged: below it going on ahead is in vain
 
 
@@ -239,12 +241,19 @@ class DraftServer:
         self._gamma[row] = self._known[row] = self._length[row] = 0
 
 
+def _expect_answers(connection: Connection, within: int) -> None:
+    """Reads that take longer, in seconds, raise OSError; 0: they may take for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", within, 0))
+
+
 class _Link:
     """A connection with a thread for each direction, so that neither end ever waits for the other."""
 
     def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_close: Callable[[], None]) -> None:
         self._connection, self._on_message, self._on_close = connection, on_message, on_close
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.open = True
 
     def start(self) -> None:
         for target in (self._read, self._write):
@@ -266,6 +275,7 @@ class _Link:
             pass
         except Exception:
             logger.exception("a message that can't be read")
+        self.open = False
         self.close()
         self._connection.close()
         self._on_close()
@@ -342,13 +352,15 @@ class DraftHost:
         while not self._stop.is_set():
             try:
                 connection = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # the other side has gone again, or there are too many files
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: Connection) -> None:
         """Nothing is unpickled before the other side has shown that it knows the key."""
         try:
+            _expect_answers(connection, within=_HANDSHAKE)
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
             name, vocab_size = connection.recv()
@@ -357,6 +369,7 @@ class DraftHost:
                 connection.close()
                 return
             connection.send(self.description)
+            _expect_answers(connection, within=0)
         except (AuthenticationError, EOFError, OSError):
             connection.close()
             return
@@ -383,36 +396,48 @@ class SocketChannel:
         self._link: _Link | None = None
         self._inbox: queue.SimpleQueue[DraftAnswer | None] = queue.SimpleQueue()
         self._sent: tuple[int, float] | None = None
+        self._renewed = False  # another draft, which the engine hasn't been told of
 
     @property
     def connected(self) -> bool:
-        return self._link is not None
+        return self._link is not None and self._link.open
 
     def connect(self, address: tuple[str, int], key: bytes, name: str, vocab_size: int) -> None:
-        """Takes as long as the draft does: not for the engine's thread. Raises ConnectionError, or ValueError when
+        """May take seconds: not for the engine's thread. Raises ConnectionError, or ValueError when
         draft and target don't go together."""
         try:
-            connection = Client(address, authkey=key)
+            connection = Client(address)
+            _expect_answers(connection, within=_HANDSHAKE)
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
             connection.send((name, vocab_size))
             answer = connection.recv()
+            _expect_answers(connection, within=0)
         except (AuthenticationError, EOFError, OSError) as error:
             raise ConnectionError(f"no draft at {address}: {error!r}") from None
         if isinstance(answer, str):
             raise ValueError(answer)
+        self._renewed, self._sent = self.description is not None, None
         self.description = answer
-        self._sent = None
         inbox: queue.SimpleQueue[DraftAnswer | None] = queue.SimpleQueue()
         link = _Link(connection, inbox.put, lambda: inbox.put(None))
         link.start()
         self._inbox, self._link = inbox, link
 
     def send(self, message: DraftMessage) -> None:
+        self._tell_of_loss()
         if self._link is None:
             raise ConnectionError("no draft is connected")
         self._sent = (message.step, time.perf_counter())
         self._link.send(message)
 
+    def _tell_of_loss(self) -> None:
+        if self._renewed:
+            self._renewed = False
+            raise ConnectionError("the draft is another one")
+
     def receive(self, timeout: float) -> DraftAnswer | None:
+        self._tell_of_loss()
         if self._link is None:
             return None
         try:

@@ -71,6 +71,7 @@ class SpeculationStats(Protocol):
     accepted: int
     ready: int
     draft_up: bool
+    draft_losses: int
 
 
 class Metrics:
@@ -141,6 +142,9 @@ class Metrics:
                 "ready": "proposals of a draft process that were there before they were asked for",
             }.items()
         }
+        self._speculation_counts["draft_losses"] = self._counter(
+            "llm_draft_losses", "a draft process that had answered died, or was silent for too long"
+        )
         self._draft_up = self._gauge("llm_draft_up", "1 while this engine's draft process answers it")
         self._draft_round_trip = self._histogram(
             "llm_draft_round_trip_seconds", "from a step's message to the draft process to its answer", _TOKEN_SECONDS

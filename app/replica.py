@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from app.draft import SocketChannel
     from engine.batch_engine import ContinuousBatchingEngine, EngineStats
     from engine.models.decoder import CausalLM
+    from engine.speculation import SpeculationStats
 
 logger = logging.getLogger(__name__)
 
@@ -258,10 +259,15 @@ class EngineReplica:
         if name in self.engine.adapters():
             self.engine.unload_adapter(name)
 
+    def _speculation_stats(self) -> SpeculationStats:
+        stats = self.engine.speculation_stats()
+        stats.draft_up &= self.draft is not None and self.draft.connected  # an idle engine hasn't noticed
+        return stats
+
     def _record_stats(self) -> EngineStats:
         stats = self.engine.stats()
         self.metrics.record_engine(stats)
-        self.metrics.record_speculation(self.engine.speculation_stats())
+        self.metrics.record_speculation(self._speculation_stats())
         return stats
 
     async def generate(
@@ -324,7 +330,7 @@ class EngineReplica:
         """Counters of this replica's engine, and `Metrics.snapshot` of this process."""
         return {
             "engine": asdict(self._record_stats()),
-            "speculation": asdict(self.engine.speculation_stats()),
+            "speculation": asdict(self._speculation_stats()),
             "draft": self.draft.description if self.draft is not None else None,
             "calls": len(self._calls),
             "pumps": len(self._pumps),

@@ -213,6 +213,7 @@ class RemoteProposer:
         self.channel, self.table = channel, table
         rows, width = len(table.uid), 2 * max_gamma + 2  # a draft goes on for as long again
         self.ready = 0  # proposals that were there before they were asked for
+        self.losses = 0  # of a draft that had answered
         self._uid = np.full(rows, -1, dtype=np.int64)
         self._told = np.zeros(rows, dtype=np.int64)  # tokens that the draft knows; 0: it doesn't know the sequence
         self._gamma = np.zeros(rows, dtype=np.int64)
@@ -385,6 +386,7 @@ class RemoteProposer:
         """The draft knows nothing any more: what comes back is told everything."""
         self._forget(np.arange(len(self._uid)))
         self._dropped = []
+        self.losses += self._up
         self._awaiting = self._up = False
         self._retry_at = time.perf_counter() + _RETRY
 
@@ -398,6 +400,7 @@ class SpeculationStats:
     accepted_at: list[int]
     ready: int = 0  # a remote draft's proposals that were there before they were asked for
     draft_up: bool = False  # a remote draft answers
+    draft_losses: int = 0  # how often it was lost
 
     @property
     def rejected(self) -> int:
@@ -605,5 +608,7 @@ class Speculator:
         self._proposed = 0.0
 
     def stats(self) -> SpeculationStats:
-        ready, up = (self.remote.ready, self.remote.up) if self.remote is not None else (0, False)
-        return SpeculationStats(self.drafted, int(self.accepted_at.sum()), self.accepted_at.tolist(), ready, up)
+        stats = SpeculationStats(self.drafted, int(self.accepted_at.sum()), self.accepted_at.tolist())
+        if self.remote is not None:
+            stats.ready, stats.draft_up, stats.draft_losses = self.remote.ready, self.remote.up, self.remote.losses
+        return stats

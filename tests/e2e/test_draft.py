@@ -25,7 +25,7 @@ from tests.e2e.conftest import Deployed, wait_until
 from tests.engine.made_tokenizers import byte_level_tokenizer
 
 CONTEXT = 1024
-TOKENS = 400
+TOKENS = 300
 STREAMS = 4
 
 
@@ -123,8 +123,7 @@ async def test_killed(app: Deployed, reference: list[str]) -> None:
     first = draft_of(app)
     assert first is not None
     await check_streams(app, reference, lambda: os.kill(first["pid"], signal.SIGKILL))
-    wait_until(lambda: metric(app, "llm_draft_up") == 0)
-    wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app))
+    wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app), 120)
     await check_streams(app, reference)
     stats = speculation(app)
     assert stats["drafted"] == stats["accepted"] and stats["ready"] and stats["draft_up"]
@@ -132,7 +131,7 @@ async def test_killed(app: Deployed, reference: list[str]) -> None:
     assert metric(app, "llm_speculation_accepted_total") == stats["accepted"]
     assert metric(app, "llm_speculation_ready_total") == stats["ready"]
     assert metric(app, "llm_draft_round_trip_seconds_count") > 0
-    assert metric(app, "llm_draft_up") == 1
+    assert metric(app, "llm_draft_up") == metric(app, "llm_draft_losses_total") == 1
 
 
 async def test_stopped_and_continued(app: Deployed, reference: list[str]) -> None:
@@ -150,7 +149,5 @@ async def test_stopped_for_good(app: Deployed, reference: list[str]) -> None:
     assert draft is not None
     os.kill(draft["pid"], signal.SIGSTOP)
     await check_streams(app, reference)
-    wait_until(lambda: (draft_of(app) or draft)["pid"] != draft["pid"])
-    assert metric(app, "llm_draft_up") == 0
-    wait_until(lambda: speculates(app))
-    assert metric(app, "llm_draft_up") == 1
+    wait_until(lambda: (draft_of(app) or draft)["pid"] != draft["pid"] and speculates(app), 180)
+    assert metric(app, "llm_draft_up") == metric(app, "llm_draft_losses_total") == 1
