@@ -454,6 +454,7 @@ def build_engine(
         "param_count_total": sum(size for size, _ in sizes),
         "param_count_trainable": sum(size for size, trainable in sizes if trainable),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
         "device": str(model.device),
         "max_seq_len": stats.max_seq_len,
         "max_model_len": stats.max_seq_len,

@@ -165,6 +165,8 @@ class ServingConfig(BaseSettings):
                 raise ValueError(f"adapters: {name} is a name of the model")
         if self.adapters and self.max_adapters is not None and self.max_adapters < len(self.adapters):
             raise ValueError(f"max_adapters {self.max_adapters} is less than the {len(self.adapters)} of adapters")
+        if self.quantization is not None and (self.device.startswith("cuda") or self.tensor_parallel_size > 1):
+            raise ValueError("quantization is for CPUs, without tensor_parallel_size")
         if self.tensor_parallel_size > 1 and (self.adapter_limit or self.model == DUMMY_MODEL):
             what = "adapters" if self.adapter_limit else "the dummy model"
             raise ValueError(f"tensor_parallel_size doesn't go with {what}")
