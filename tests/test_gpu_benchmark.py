@@ -39,4 +39,5 @@ def test_dry_run(tmp_path: Path) -> None:
     measured = {row["engine"]: row for row in rows if "output_tok_s" in row}
     assert set(measured) == {"pilotfish", "pilotfish, speculating"}
     assert measured["pilotfish, speculating"]["accepted"] > 0
+    assert any(row.get("kernels") for row in rows)
     assert "| tiny | tiny | pilotfish |" in (output / "summary.md").read_text()
