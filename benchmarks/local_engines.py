@@ -53,8 +53,10 @@ class LocalEngines:
         membership.publish(frozenset(self.replicas))
         return await next(iter(self.replicas.values())).describe()
 
-    async def generate(self, replica_id: str, request: GenerationRequest, tag: int) -> GenerationResult | Refusal:
-        return await self.replicas[replica_id].generate(request, tag)
+    async def generate(
+        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None = None
+    ) -> GenerationResult | Refusal:
+        return await self.replicas[replica_id].generate(request, tag, adapter_path)
 
     async def abort(self, replica_id: str, tag: int) -> None:
         await self.replicas[replica_id].abort(tag)

@@ -114,6 +114,7 @@ class ScriptedRouter:
         self.metrics = Metrics("router-1")
         self.max_model_len = 256
         self.sampling_defaults: dict[str, object] = {}
+        self.adapters: dict[str, tuple[str, str]] = {}
         self.ready = True
         self.gate: asyncio.Event | None = None
         self.free_tokens = 0
