@@ -65,7 +65,7 @@ def test_the_family_that_fits_is_found(changes: dict[str, Any], architecture: st
         ({"use_glu": False}, "Llama.* has no use_glu False; .*Qwen3ForCausalLM has no use_glu False"),
         (
             {"attention_out_bias": True},
-            "Llama.* has no qkv_bias False; Mistral.* has no attention_out_bias True",
+            "Llama.* has no attention_out_bias True; Mistral.* has no attention_out_bias True",
         ),
         ({"qk_norm": True, "mlp_bias": True}, "Qwen3ForCausalLM has no mlp_bias True"),
         (
@@ -92,7 +92,7 @@ def test_what_cannot_be_saved_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
     packed = tiny_model().to(torch.bfloat16)
     packed.pack()
-    with pytest.raises(ValueError, match="packed for an engine: load it again"):
+    with pytest.raises(ValueError, match="packed for an engine, or divided: load it again"):
         save_pretrained(packed, out)
     adapted = tiny_model()
     adapted.model.layers[0].mlp.up_proj.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(1)))
