@@ -90,19 +90,28 @@ class Pump:
         self._parts: list[StepTokens] = []
         self._held = held
         self._changes: dict[bytes, bool] | None = None
+        self._beats = True
 
     def put(self, part: StepTokens) -> None:
         self._parts.append(part)
         self.ready.set()
 
     def put_changes(self, changes: dict[bytes, bool]) -> None:
-        """Pages that came or left. They go with the next message: nobody waits for them."""
+        """Pages that came or left. They go with the next heartbeat: nobody waits for them."""
         if self._changes is not None:
             self._changes |= changes
             if len(self._changes) > len(self._held) + 64:
                 self._changes = None
 
+    def beat(self) -> None:
+        """Has a message go out now, with the changes since the last beat."""
+        self._beats = True
+        self.ready.set()
+
     def _take_changes(self) -> CacheChanges | None:
+        if not self._beats:
+            return None
+        self._beats = False
         changes, self._changes = self._changes, {}
         if changes is None:
             return CacheChanges(short_digests(list(self._held)), short_digests([]), True)
@@ -225,7 +234,7 @@ class EngineReplica:
         while True:
             await asyncio.sleep(self.heartbeat_interval)
             for pump in self._pumps.values():
-                pump.ready.set()
+                pump.beat()
             try:
                 self._record_stats()
             except Exception:  # no reason to be taken for dead

@@ -145,10 +145,10 @@ async def test_a_router_knows_what_the_engine_caches(engine: ContinuousBatchingE
             prompt = [rng.randrange(3, 90)] * PAGE + rng.choices(range(3, 90), k=rng.randrange(0, 200))
             await replica.generate(request(prompt, max_new_tokens=rng.randrange(1, 40)), 1 << 40 | next(tags))
             for key in (1, 3) if i >= 20 else (1,):
-                replica._pumps[key].ready.set()
+                replica._pumps[key].beat()
                 await fetch(key)
         for key in (1, 2, 3):
-            replica._pumps[key].ready.set()
+            replica._pumps[key].beat()
             await fetch(key)
             assert views[key]._held == held(engine)
         assert engine.pool.index is not None and len(engine.pool.index) <= 64  # there were evictions
@@ -165,8 +165,11 @@ def test_a_router_that_does_not_fetch_gets_all_instead_of_ever_more() -> None:
     assert pump.take(0, 0.0, (0, 0)).cache.whole  # type: ignore[union-attr]
     for i in range(500):
         pump.put_changes({i.to_bytes(16): True})
+    assert pump.take(0, 0.0, (0, 0)).cache is None  # no heartbeat yet
+    pump.beat()
     changes = pump.take(0, 0.0, (0, 0)).cache
     assert changes is not None and changes.whole and len(changes.came) == 10 and not len(changes.left)
+    pump.beat()
     assert pump.take(0, 0.0, (0, 0)).cache is None
 
 
