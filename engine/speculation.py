@@ -456,7 +456,7 @@ class Speculator:
         rows = len(table.uid)
         self._uid = np.full(rows, -1, dtype=np.int64)
         self._acceptance = np.zeros(rows)
-        self._delivered = np.zeros(rows)  # the averaged part of the wanted tokens that was proposed
+        self._delivered = np.ones(rows)  # the averaged part of the wanted tokens that was proposed
         self._chosen = np.zeros(rows, dtype=np.int64)  # tokens that pay, before trials
         self._wanted = np.zeros(rows, dtype=np.int64)  # the same with trials, as a remote draft is asked
         self._trial = np.zeros(rows, dtype=bool)
@@ -509,7 +509,8 @@ class Speculator:
         hopeful = (self._met + np.arange(len(new))) % _TRIAL == 0
         self._met += len(new)
         self._acceptance[new] = np.where(hopeful, max(self._usual, _HOPE), self._usual)
-        self._delivered[new] = 1.0
+        # a remote draft that was late for the row's last sequence is late for this one
+        self._delivered[new if self.remote is None else new[hopeful]] = 1.0
         self._gap[new] = _PROBE_EVERY
         self._asleep_until[new] = 0
         self._next_probe[new] = table.length[new] + _PROBE_EVERY

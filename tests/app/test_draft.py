@@ -206,6 +206,34 @@ def test_a_useless_draft_is_left_alone() -> None:
     assert draft.forwards - forwards <= 5 * trials  # one to read, four tokens and nothing ahead
 
 
+class Late(Here):
+    """Most looks for an answer find none."""
+
+    looks = 0
+
+    def receive(self, timeout: float) -> DraftAnswer | None:
+        self.looks += 1
+        return super().receive(timeout) if self.looks % 8 == 0 else None
+
+
+def test_a_draft_that_is_always_late_stops_also_for_new_sequences() -> None:
+    draft = server(make(1, layers=1))
+    engine = ContinuousBatchingEngine(
+        TARGET, None, max_batch_size=4, speculation="draft", draft_channel=Late(draft), enable_prefix_cache=False
+    )
+    fix_costs(engine)
+    forwards = []
+    for batch in range(4):
+        before = draft.forwards
+        for i in range(4):
+            engine.add_request(GenerationRequest(prompt_ids=[i + 1, 2, 3], max_new_tokens=60, seed=4 * batch + i))
+        while engine.scheduler.has_pending_work:
+            engine.step()
+        forwards.append(draft.forwards - before)
+    assert engine.speculation_stats().drafted == 0
+    assert sum(forwards[1:]) < 0.6 * forwards[0]
+
+
 def test_a_draft_that_gets_good_is_used_again() -> None:
     draft = server(make(0, context=1024))
     engine = ContinuousBatchingEngine(make(0, context=1024), None, speculation="draft", draft_channel=Here(draft))
