@@ -33,8 +33,8 @@ class Service:
 
     async def _serve(self) -> None:
         engines = LocalEngines(self.config)
-        name = "EngineReplica:one"
-        engines.replicas[name] = EngineReplica(self.engine, self.config, self.description, name)
+        name = "one"
+        engines.replicas[name] = EngineReplica(self.engine, self.config, self.description, f"EngineReplica:{name}")
         engines.calls[name] = set()
         engines.frozen[name] = asyncio.Event()
         engines.frozen[name].set()

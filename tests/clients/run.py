@@ -27,7 +27,7 @@ CLIENTS = {
     "litellm": "litellm",
     "langchain": "langchain-openai",
     "llm": "llm",
-    "lm_eval": "lm-eval[api]",
+    "lm_eval": "lm-eval[api] transformers",
     "guidellm": "guidellm",
 }
 
@@ -39,7 +39,9 @@ def environment(name: str) -> Path:
     if not stamp.exists():
         print(f"==> {name}: installing {CLIENTS[name]}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", CLIENTS[name]], check=True)
+        subprocess.run(
+            [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *CLIENTS[name].split()], check=True
+        )
         stamp.touch()
     return folder / "bin" / "python"
 
