@@ -396,11 +396,19 @@ class SocketChannel:
         self._link: _Link | None = None
         self._inbox: queue.SimpleQueue[DraftAnswer | None] = queue.SimpleQueue()
         self._sent: tuple[int, float] | None = None
+        self._heard = 0.0
         self._renewed = False  # another draft, which the engine hasn't been told of
 
     @property
     def connected(self) -> bool:
         return self._link is not None and self._link.open
+
+    @property
+    def up(self) -> bool:
+        """Whether a draft is connected and not silent now; for any thread, also of an engine that is idle."""
+        sent = self._sent
+        silent = sent is not None and self._heard < sent[1] < time.perf_counter() - 1.0
+        return self.connected and not silent
 
     def connect(self, address: tuple[str, int], key: bytes, name: str, vocab_size: int) -> None:
         """May take seconds: not for the engine's thread. Raises ConnectionError, or ValueError when
@@ -420,7 +428,12 @@ class SocketChannel:
         self._renewed, self._sent = self.description is not None, None
         self.description = answer
         inbox: queue.SimpleQueue[DraftAnswer | None] = queue.SimpleQueue()
-        link = _Link(connection, inbox.put, lambda: inbox.put(None))
+
+        def hear(answer: DraftAnswer) -> None:
+            self._heard = time.perf_counter()
+            inbox.put(answer)
+
+        link = _Link(connection, hear, lambda: inbox.put(None))
         link.start()
         self._inbox, self._link = inbox, link
 

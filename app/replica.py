@@ -270,7 +270,8 @@ class EngineReplica:
 
     def _speculation_stats(self) -> SpeculationStats:
         stats = self.engine.speculation_stats()
-        stats.draft_up &= self.draft is not None and self.draft.connected  # an idle engine hasn't noticed
+        if self.draft is not None:
+            stats.draft_up = self.draft.up  # which an idle engine hasn't noticed
         return stats
 
     def _record_stats(self) -> EngineStats:

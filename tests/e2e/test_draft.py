@@ -126,12 +126,13 @@ async def test_killed(app: Deployed, reference: list[str]) -> None:
     wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app), 120)
     await check_streams(app, reference)
     stats = speculation(app)
-    assert stats["drafted"] == stats["accepted"] and stats["ready"] and stats["draft_up"]
+    assert stats["drafted"] == stats["accepted"] and stats["ready"]
     assert metric(app, "llm_speculation_drafted_total") == stats["drafted"]
     assert metric(app, "llm_speculation_accepted_total") == stats["accepted"]
     assert metric(app, "llm_speculation_ready_total") == stats["ready"]
     assert metric(app, "llm_draft_round_trip_seconds_count") > 0
-    assert metric(app, "llm_draft_up") == metric(app, "llm_draft_losses_total") == 1
+    wait_until(lambda: metric(app, "llm_draft_up") == 1)
+    assert metric(app, "llm_draft_losses_total") >= 1
 
 
 async def test_stopped_and_continued(app: Deployed, reference: list[str]) -> None:
@@ -150,4 +151,5 @@ async def test_stopped_for_good(app: Deployed, reference: list[str]) -> None:
     os.kill(draft["pid"], signal.SIGSTOP)
     await check_streams(app, reference)
     wait_until(lambda: (draft_of(app) or draft)["pid"] != draft["pid"] and speculates(app), 180)
-    assert metric(app, "llm_draft_up") == metric(app, "llm_draft_losses_total") == 1
+    wait_until(lambda: metric(app, "llm_draft_up") == 1)
+    assert metric(app, "llm_draft_losses_total") >= 1
