@@ -426,6 +426,10 @@ class _StepCost:
         if self._moments[0] > 5:
             self._moments = [0.98 * old for old in self._moments]
 
+    def doubt(self) -> None:
+        """Take it for half, until it is seen again."""
+        self._moments[3:] = [value / 2 for value in self._moments[3:]]
+
     @property
     def known(self) -> bool:
         return self._moments[0] > 2
@@ -547,6 +551,11 @@ class Speculator:
         self._learn(rows[judged > 0], right[judged > 0], judged[judged > 0])
         self._next_probe[rows[over]] = length[over] + self._gap[rows[over]]
         self._gap[rows[over]] = np.minimum(2 * self._gap[rows[over]], _PROBE_SELDOM)
+        good = rows[right > 0]
+        if len(good):  # what keeps them away was a price, and these trials don't tell today's
+            self._gap[good] = _PROBE_EVERY
+            self._propose_seconds /= 2
+            self._verifying.doubt()
 
     def propose(self, plan: StepPlan) -> None:
         """Put drafts into the plan and into the tables of tokens; runs with fewer than planned get shorter."""

@@ -246,6 +246,23 @@ def test_a_draft_that_gets_good_is_used_again() -> None:
     assert engine.stats().steps < 350
 
 
+def test_a_price_once_paid_is_not_believed_for_ever() -> None:
+    """A slow minute of the machine, and then a good draft again."""
+    draft = server(make(0, context=1024))
+    engine = ContinuousBatchingEngine(
+        make(0, context=1024), None, max_batch_size=4, speculation="draft", draft_channel=Here(draft)
+    )
+    speculator = fix_costs(engine)
+    speculator._propose_seconds, speculator._proposals = 30.0, 100
+    for _ in range(3):
+        speculator._verifying.observe(1, 30.0)
+    for i in range(4):
+        engine.add_request(GenerationRequest(prompt_ids=[i + 1, 2, 3], max_new_tokens=900, temperature=1.0, seed=i))
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    assert engine.stats().steps < 700
+
+
 def test_a_draft_that_is_too_slow_is_left_alone() -> None:
     """It is as good as can be, but its answers come when their tokens are known."""
 
