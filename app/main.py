@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -101,6 +102,11 @@ class _EngineReplica(EngineReplica):
         super().check_health()
         if self._ranks is not None:
             self._ranks.check()
+
+    def _fail_calls(self, error: BaseException) -> None:
+        if self._ranks is not None:
+            os._exit(1)  # Serve replaces a process at once, one that says it is ill after three times
+        super()._fail_calls(error)
 
     async def _keep_draft(self, drafts: DeploymentHandle[Any]) -> None:
         """Looks for a draft process whenever there is none."""
