@@ -49,7 +49,7 @@ serve: $(STAMP) $(if $(filter $(DEMO_MODEL),$(MODEL)),$(DEMO_MODEL)/config.json)
 
 test: lint model
 	@echo "==> Tests"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-clients: model
 	@$(BIN)/python tests/clients/run.py $(ARGS)

@@ -55,7 +55,9 @@ class Load:
         self._tasks = [asyncio.create_task(self._client(i)) for i in range(count)]
 
     async def _client(self, number: int) -> None:
-        async with httpx.AsyncClient(timeout=120) as client:
+        # HAProxy closes idle connections when it is told of new replicas, whatever is on its way on them
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
             while not self._over:
                 try:
                     end, text = await self._ask(client, number)
