@@ -321,7 +321,7 @@ class ContinuousBatchingEngine:
         if request.stop and tag is not None:
             raise ValueError("stop strings of a tagged request are its sink's")
         check_request(request, prompt_ids, self.vocabulary, self.max_seq_len)
-        adapter = self._adapter_set().use(request.adapter) if request.adapter is not None else None
+        adapter = self._adapter_set(request.adapter).use(request.adapter) if request.adapter is not None else None
         grammar = None
         if request.grammar is not None:
             grammar = self.grammars.state(request.grammar, request.output_ids)
@@ -368,19 +368,19 @@ class ContinuousBatchingEngine:
         The least recently used makes room where `max_adapters` are loaded. Raises ValueError for a name that is taken
         and for files that don't fit the model.
         """
-        return self._adapter_set().load(name, path).key
+        return self._adapter_set(name).load(name, path).key
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter; those that have it keep it. Raises ValueError if it isn't loaded."""
-        self._adapter_set().unload(name)
+        self._adapter_set(name).unload(name)
 
     def adapters(self) -> dict[str, Adapter]:
         """The loaded adapters by name."""
         return self._adapters.loaded() if self._adapters is not None else {}
 
-    def _adapter_set(self) -> AdapterSet:
+    def _adapter_set(self, name: str) -> AdapterSet:
         if self._adapters is None:
-            raise ValueError("adapters are off: max_adapters is 0")
+            raise ValueError(f"unknown adapter {name!r}: adapters are off, max_adapters is 0")
         return self._adapters
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:

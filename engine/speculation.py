@@ -551,9 +551,7 @@ class Speculator:
         self._learn(rows[judged > 0], right[judged > 0], judged[judged > 0])
         self._next_probe[rows[over]] = length[over] + self._gap[rows[over]]
         self._gap[rows[over]] = np.minimum(2 * self._gap[rows[over]], _PROBE_SELDOM)
-        good = rows[right > 0]
-        if len(good):  # what keeps them away was a price, and these trials don't tell today's
-            self._gap[good] = _PROBE_EVERY
+        if right.any():  # what keeps them away was a price, and trials don't tell today's
             self._propose_seconds /= 2
             self._verifying.doubt()
 

@@ -472,7 +472,7 @@ def test_llm_refuses_by_name(
     folder: Path, model: DecoderModel, tokenizer: SimpleCharacterTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for options, message in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"dtype": "int3"}, "dtype int3 is not supported; known: float32"),

@@ -129,7 +129,7 @@ class Replay:
         self.engine, self.texts, self.rng = engine, texts, np.random.default_rng(0)
         self.cut = 0
 
-    def propose(self, rows: np.ndarray, gammas: np.ndarray) -> np.ndarray:
+    def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
         table = self.engine.table
         drafts = np.full((len(rows), gammas.max(initial=0)), -1, dtype=np.int32)
         for i, row in enumerate(rows.tolist()):
