@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -43,8 +44,12 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks(cluster: Cluster) -> list[psutil.Process]:
-    tree = psutil.Process(cluster._process.pid).children(recursive=True)
-    return [process for process in tree if process.is_running() and "_Rank" in " ".join(process.cmdline()[:1])]
+    found = []
+    for process in psutil.Process(cluster._process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is such a one
+            if "_Rank" in " ".join(process.cmdline()[:1]):
+                found.append(process)
+    return found
 
 
 def test_a_rank_dies_in_mid_stream(model: Path, cluster: Cluster, deploy: Callable[..., Deployed]) -> None:

@@ -93,6 +93,7 @@ def _answers(head: Head) -> bool:
 
 
 def complete(port: int) -> str:
+    wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready", timeout=30).status_code == 200)
     body = {"prompt": "hello", "max_tokens": 5, "seed": 3, "temperature": 0}
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
