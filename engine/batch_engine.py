@@ -177,13 +177,10 @@ class ContinuousBatchingEngine:
         if model.ranks is not None:
             model.ranks.send(Setup(sizes, dtype, max_batch_size))
         fitting = fitting_pages(model, **sizes)
-        self.pool = KVSlotPool(
+        self.pool = KVSlotPool.for_model(
+            model,
             fitting if model.ranks is None else model.ranks.smallest(fitting),
             page_size,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            device=self.device,
             dtype=dtype,
             enable_prefix_cache=enable_prefix_cache,
             retention=model.retention,

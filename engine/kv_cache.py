@@ -11,12 +11,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention import PackedBatch, write_kv
+
+if TYPE_CHECKING:
+    from engine.models.decoder import CausalLM
 
 _SIBLINGS = 64  # how many pages are compared for a hit that ends inside a page
 
@@ -283,6 +287,22 @@ class KVSlotPool:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @classmethod
+    def for_model(
+        cls, model: CausalLM, num_pages: int, page_size: int, *, dtype: torch.dtype, **options: Any
+    ) -> KVSlotPool:
+        """A pool of the model's shape on its device; `options` are the constructor's others."""
+        return cls(
+            num_pages,
+            page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            device=model.device,
+            dtype=dtype,
+            **options,
+        )
 
     @property
     def free_pages(self) -> int:

@@ -283,16 +283,8 @@ def follow(model: DecoderModel, ranks: Ranks) -> None:
         model.pack()
     sizes = setup.sizes
     page_size, max_seq_len = sizes["page_size"], sizes["max_seq_len"]
-    pool = KVSlotPool(
-        ranks.smallest(fitting_pages(model, **sizes)),
-        page_size,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        device=ranks.device,
-        dtype=setup.dtype,
-        enable_prefix_cache=False,
-    )
+    num_pages = ranks.smallest(fitting_pages(model, **sizes))
+    pool = KVSlotPool.for_model(model, num_pages, page_size, dtype=setup.dtype, enable_prefix_cache=False)
     table = SequenceTable(setup.rows, max_seq_len, -(-max_seq_len // page_size), ranks.device)
     listener: Any = _Listener(ranks, setup.rows, model.vocab_size)
     runner = ModelRunner(model, pool, table, listener, table.page_table)

@@ -103,16 +103,8 @@ class Drafter:
             model.pack()
         pages = -(-context // page_size)
         self.table, self.sampling = table, sampling
-        self.pool = KVSlotPool(
-            num_pages or pages * rows,
-            page_size,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            device=model.device,
-            dtype=model.dtype,
-            enable_prefix_cache=False,
-        )
+        num_pages = num_pages or pages * rows
+        self.pool = KVSlotPool.for_model(model, num_pages, page_size, dtype=model.dtype, enable_prefix_cache=False)
         self.page_table = np.full((rows, pages), -1, dtype=np.int32)
         self.num_pages = np.zeros(rows, dtype=np.int64)
         self.computed = np.zeros(rows, dtype=np.int64)
