@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,21 +86,12 @@ def _peak_memory(run: Callable[[], None], device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.empty_cache()
         return peak - before
-    process, done = psutil.Process(), threading.Event()
-    seen = [process.memory_info().rss]
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            seen.append(process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        run()
-    finally:
-        done.set()
-        watcher.join()
-    return max(seen) - seen[0]
+    before = psutil.Process().memory_info().rss
+    with contextlib.suppress(OSError):  # where the mark can't be set back it is at worst too high
+        Path("/proc/self/clear_refs").write_text("5")
+    run()
+    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(0, mark * (1 if sys.platform == "darwin" else 1024) - before)
 
 
 def _free_memory(device: torch.device) -> int:
