@@ -4,13 +4,19 @@ The README's snippets run in test_project.py, those of models.md and speculation
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from app import cli as llm_serve
+from app.bench import cli as llm_bench
+from app.bench.load import Load, Run, Target, read_mix
+from app.bench.report import Report
 from app.check import check_file
 from app.metrics import Metrics
 from app.settings import ServingConfig
@@ -77,6 +83,48 @@ def test_the_reference_is_complete(reference: ModuleType) -> None:
 
 def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Indented lines of the pages and the README that begin with a program, without comments."""
+    found = []
+    for page in (ROOT / "README.md", *DOCS):
+        for line in re.findall(r"^    (\S.*)$", prose(page), re.M):
+            line = re.sub(r"^(?:[A-Z]+=\S+ )*(?:\.venv/bin/)?", "", line.partition("  # ")[0].strip())
+            if re.match(r"(llm-serve|llm-bench|make|python|kubectl|docker) ", line):
+                found.append((page.name, line))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_have_programs_options_and_files(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What they do is tested beside the programs; here, that nothing in them is misspelt."""
+    program, *arguments = shlex.split(command)
+    for file in (word.partition("=")[2] or word for word in arguments if "/" in word and "://" not in word):
+        if file.startswith(("k8s/", "benchmarks/", "scripts/", "models/")):
+            assert (ROOT / file).exists(), file
+    if program == "llm-serve" and arguments[0] == "--check":
+        assert llm_serve.main([arguments[0], str(ROOT / arguments[1])]) == 0
+    elif program == "llm-serve" and arguments != ["--help"]:
+        ServingConfig.from_options(llm_serve._parse(arguments))
+    elif program == "llm-bench":
+        monkeypatch.chdir(tmp_path)
+        report = Report.of(Run(Target("http://x"), Load((), rate=1, requests=1)), started=datetime.now(UTC), options={})
+        for name in ("base.json", "new.json"):
+            Path(name).write_text(report.model_dump_json())
+        llm_bench._parser().parse_args(arguments)
+    elif program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
+        assert all(re.match(r"(PYTHON|TORCH_INDEX|MODEL|ARGS)=", argument) for argument in arguments[1:])
+    elif program == "python" and arguments[0] == "-m":
+        assert (ROOT / arguments[1].replace(".", "/")).with_suffix(".py").exists()
+
+
+def test_the_mix_of_the_guide_is_one() -> None:
+    lines = re.findall(r"^    ({.*})$", (ROOT / "docs" / "benchmarking.md").read_text(), re.M)
+    assert {kind.name for kind in read_mix("\n".join(lines))} == {"chat", "summary"}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)

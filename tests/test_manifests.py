@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 from app.auth import PUBLIC_PATHS
 from app.check import check_file
 from app.cli import local_environment
-from app.settings import ServingConfig
+from app.settings import ConfigError, ServingConfig, check_bind
 
 ROOT = Path(__file__).parents[1]
 K8S = ROOT / "k8s"
@@ -32,6 +34,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "PersistentVolumeClaim": core.PersistentVolumeClaim,
     "PodMonitor": monitoring.PodMonitor,
     "PrometheusRule": monitoring.PrometheusRule,
+    "Secret": core.Secret,
 }
 
 
@@ -131,18 +134,18 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "document"), OTHERS, ids=lambda x: x if isinstance(x, str) else x["kind"])
 def test_the_rest_fits_its_schemas(name: str, document: dict[str, Any]) -> None:
     group = {"PodMonitor": "monitoring.coreos.com/v1", "PrometheusRule": "monitoring.coreos.com/v1"}
-    group |= {"NetworkPolicy": "networking.k8s.io/v1", "PersistentVolumeClaim": "v1"}
+    group |= {"NetworkPolicy": "networking.k8s.io/v1", "PersistentVolumeClaim": "v1", "Secret": "v1"}
     assert document["apiVersion"] == group[document["kind"]]
     assert not unlike(document)
     wrong = copy.deepcopy(document)
-    places = [wrong["spec"]]
+    places = [wrong.get("spec", wrong)]
     while places:
         place = places.pop()
         place["misspelt"] = "x"
         assert unlike(wrong), place
         del place["misspelt"]
         for key, inner in place.items():
-            if key not in ("labels", "annotations", "matchLabels", "requests"):
+            if key not in ("labels", "annotations", "matchLabels", "requests", "stringData"):
                 inner = inner if isinstance(inner, list) else [inner]
                 places += [each for each in inner if isinstance(each, dict) and each]
 
@@ -221,8 +224,14 @@ def test_the_key_is_a_secret_and_the_same_everywhere(name: str) -> None:
     monitor = documents("monitoring.yaml")[0]
     assert monitor["spec"]["podMetricsEndpoints"][0]["authorization"]["credentials"] == reference
     assert "api_key" not in application(service(name)).args
+    (secret,) = documents("secret.yaml")
+    assert secret["metadata"]["name"] == reference["name"]
+    host = yaml.safe_load(service(name)["spec"]["serveConfigV2"])["http_options"]["host"]
+    with pytest.raises(ConfigError, match="no api_key is set"):  # applied as it is, it opens nothing
+        check_bind(host, secret["stringData"][reference["key"]])
     command = f"kubectl create secret generic {reference['name']} --from-literal={reference['key']}=$(openssl rand"
-    assert command in (K8S / name).read_text() and command in (ROOT / "docs" / "deploying.md").read_text()
+    files = (K8S / name, K8S / "secret.yaml", ROOT / "docs" / "deploying.md")
+    assert all(command in file.read_text() for file in files)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -302,13 +311,22 @@ def test_many_gpus_scale_spread_and_have_a_draft() -> None:
     assert config.draft_model is not None and "DraftModel" in by_name
 
 
+def test_hadolint_accepts_the_image() -> None:
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    run = subprocess.run([hadolint, "--no-color", K8S / "Dockerfile"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_the_image_holds_what_the_manifests_count_on() -> None:
     image = (K8S / "Dockerfile").read_text()
     ray = re.search(r"^ARG RAY_VERSION=(\S+)$", image, re.M)
     assert ray is not None
     assert {service(name)["spec"]["rayClusterConfig"]["rayVersion"] for name in SERVICES} == {ray[1]}
-    users = re.findall(r"^USER (\w+)$", image, re.M)
-    assert users[-1] == "ray", "not root"
+    (*_, user) = re.findall(r"^USER (\S+)$", image, re.M)
+    for name in SERVICES:
+        for group in groups(service(name)):
+            security = group["template"]["spec"]["securityContext"]
+            assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
     project = (ROOT / "pyproject.toml").read_text()
     assert re.search(rf'"ray\[serve\]~={re.escape(ray[1])}"', project)
     (torch,) = re.findall(r"'(torch~=[\d.]+)'", image)

@@ -22,4 +22,4 @@ with tempfile.TemporaryDirectory() as folder:
     whole = llm("-m", "here", "--no-stream", "-o", "temperature", "0", "What is the capital of France?")
     assert "Paris" in streamed and streamed == whole, (streamed, whole)
     assert "Paris" in llm("logs", "-n", "1")
-    assert '"name"' in llm("-m", "here", "-o", "max_tokens", "60", "--schema", "name", "The capital of France")
+    assert '"name"' in llm("-m", "here", "-o", "max_tokens", "60", "--schema", "name, country", "The capital of France")
