@@ -18,6 +18,7 @@ from app.ingress import build_asgi_app
 from app.replica import EngineReplica, build_engine
 from app.router import Router
 from app.settings import ServingConfig
+from engine.models.decoder import DecoderModel
 from tests.app.edge import events
 from tests.app.fakes import TOKENIZER, LocalEngines
 from tests.app.test_router import wait_until
@@ -159,7 +160,7 @@ async def engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalEngines
     engines.close()
 
 
-async def test_an_hour(engines: LocalEngines) -> None:
+async def test_an_hour(engines: LocalEngines, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(range(100))
 
     async def start_replica() -> None:
@@ -197,6 +198,15 @@ async def test_an_hour(engines: LocalEngines) -> None:
         await asyncio.gather(*asked)
         await start_replica()
 
+    async def break_every_forward() -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("scripted")
+
+        await quiet()
+        with monkeypatch.context() as patch:
+            patch.setattr(DecoderModel, "hidden_states", fail)
+            await asyncio.gather(*(clients.chat(5) for _ in range(4)))
+
     try:
         await start_replica()
         await start_replica()
@@ -218,6 +228,8 @@ async def test_an_hour(engines: LocalEngines) -> None:
                 await asyncio.gather(*(clients.chat(8) for _ in range(80)))
             if minute in (15, 30, 45):
                 await kill_one_in_the_middle()
+            if minute == 50:
+                await break_every_forward()
         await quiet()
         page = await clients.page()
     finally:
@@ -240,4 +252,5 @@ async def test_an_hour(engines: LocalEngines) -> None:
     for (replica,), count in page.sums("llm_queue_wait_seconds", "llm_queue_wait_seconds_count", "replica").items():
         finished = page.sums("llm_engine_finished_requests", "llm_engine_finished_requests_total", "replica")
         assert finished[replica,] == count + 1, "the warm-up is the one that nobody asked for"
-    assert page.sums("llm_engine_failed_requests", "llm_engine_failed_requests_total") == {}
+    assert clients.generating["chat_completions", 500] == 4
+    assert page.sums("llm_engine_failed_requests", "llm_engine_failed_requests_total") == {(): 4}
