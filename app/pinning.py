@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from app.placement import Membership, ReplicaGone
@@ -51,4 +52,6 @@ class PinningRequestRouter(RequestRouter):
 
     def _publish(self) -> None:
         if self._members is not None:
-            self._members.publish(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
+            here = ray.get_runtime_context().get_node_id()
+            replicas = self.curr_replicas.items()
+            self._members.publish({replica_id.unique_id: replica.node_id == here for replica_id, replica in replicas})

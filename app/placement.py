@@ -29,6 +29,9 @@ class ReplicaGone(Exception):
 NEIGHBOUR_TOKENS = 64
 """What a request that is there already costs the next one, in prompt tokens: benchmarks/placement.py compares."""
 
+REMOTE_TOKENS = 32
+"""What another node costs a replica: less than a neighbour, more than a page, so that it decides what nearly ties."""
+
 EXPECTED_PAGES = 8192
 
 
@@ -63,10 +66,12 @@ class PrefixView:
 class Candidate(Protocol):
     """A replica that could take a request, as far as this process knows.
 
-    load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence.
+    load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence;
+    is_local: on this process's node.
     """
 
     replica_id: str
+    is_local: bool
     waiting_tokens: int
     free_pages: int
     prefixes: PrefixView
@@ -83,8 +88,8 @@ class Placement:
 
     A replica with room is preferred to one where the request would wait. Of several, a session's own: rendezvous
     hashing (Thaler and Ravishankar 1998), on which all Routers agree. Without a session, the one where the request has
-    the fewest tokens before it: those of its prompt that aren't cached there, those that wait, and NEIGHBOUR_TOKENS
-    for each request that is there.
+    the fewest tokens before it: those of its prompt that aren't cached there, those that wait, NEIGHBOUR_TOKENS for
+    each request that is there, and REMOTE_TOKENS if it is on another node than the Router.
     """
 
     def __init__(self, page_size: int, batch_size: int, adapters: Mapping[str, tuple[str, str]] | None = None) -> None:
@@ -119,7 +124,8 @@ class Placement:
 
     def _cost(self, candidate: Candidate, digests: list[int]) -> int:
         cached = candidate.prefixes.overlap(digests) * self._page_size
-        return candidate.waiting_tokens + NEIGHBOUR_TOKENS * candidate.load - cached
+        way = 0 if candidate.is_local else REMOTE_TOKENS
+        return candidate.waiting_tokens + NEIGHBOUR_TOKENS * candidate.load + way - cached
 
 
 class Membership:
@@ -129,14 +135,15 @@ class Membership:
     process's objects than the arguments of a call. So a Membership is passed as one; at the replica it arrives as None.
     """
 
-    def __init__(self, on_change: Callable[[frozenset[str]], None]) -> None:
+    def __init__(self, on_change: Callable[[Mapping[str, bool]], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_change = on_change
 
-    def publish(self, replica_ids: frozenset[str]) -> None:
-        """Thread-safe: Serve may run the request router on a loop of its own."""
+    def publish(self, replicas: Mapping[str, bool]) -> None:
+        """The replicas there are, and whether each is on this node. Thread-safe: Serve may run the request router on a
+        loop of its own."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_change, replica_ids)
+            self._loop.call_soon_threadsafe(self._on_change, replicas)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return type(None), ()

@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from app.metrics import Metrics
@@ -292,8 +292,9 @@ class TextGeneration:
 class ReplicaLink:
     """One replica as this Router sees it: its pump, its load, and the attempts that are there."""
 
-    def __init__(self, router: Router, replica_id: str) -> None:
+    def __init__(self, router: Router, replica_id: str, is_local: bool) -> None:
         self.replica_id = replica_id
+        self.is_local = is_local
         self.attempts: dict[int, tuple[TextGeneration, asyncio.Task[Any]]] = {}
         self.leaving = False
         self.is_open = False
@@ -476,7 +477,12 @@ class Router:
     async def alive(self) -> tuple[bool, dict[str, Any]]:
         """Whether some replica's engine is stepping, and what is known of each."""
         replicas = {
-            link.replica_id: {"silence": round(link.silence, 3), "step_age": round(link.step_age, 3), "load": link.load}
+            link.replica_id: {
+                "is_local": link.is_local,
+                "silence": round(link.silence, 3),
+                "step_age": round(link.step_age, 3),
+                "load": link.load,
+            }
             for link in self._links.values()
         }
         return any(link.is_usable for link in self._links.values()), {"replicas": replicas}
@@ -545,13 +551,13 @@ class Router:
                 logger.exception("no replica could be asked what it runs; asking again")
                 await asyncio.sleep(1.0)
 
-    def _set_replicas(self, replica_ids: frozenset[str]) -> None:
-        for replica_id in self._links.keys() - replica_ids:
+    def _set_replicas(self, replicas: Mapping[str, bool]) -> None:
+        for replica_id in self._links.keys() - replicas.keys():
             link = self._links.pop(replica_id)
             link.leaving = True
             self._closing.add(link)
-        for replica_id in replica_ids - self._links.keys():
-            self._links[replica_id] = ReplicaLink(self, replica_id)
+        for replica_id in replicas.keys() - self._links.keys():
+            self._links[replica_id] = ReplicaLink(self, replica_id, replicas[replica_id])
         self._close_idle()
 
     def _close_idle(self) -> None:

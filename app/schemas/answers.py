@@ -176,6 +176,7 @@ class Text(Answer):
 
 
 class ReplicaHealth(Answer):
+    is_local: bool
     silence: float
     step_age: float
     load: Count

@@ -160,7 +160,7 @@ class LocalEngines:
     def leave(self, name: str) -> None:
         """As at a scale-down: out of the set, but still running what it has."""
         assert self.membership is not None
-        self.membership.publish(frozenset(self.replicas) - {name})
+        self.membership.publish(dict.fromkeys(self.replicas.keys() - {name}, True))
 
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
@@ -171,7 +171,7 @@ class LocalEngines:
 
     def _publish(self) -> None:
         if self.membership is not None:
-            self.membership.publish(frozenset(self.replicas))
+            self.membership.publish(dict.fromkeys(self.replicas, True))
 
     async def attach(self, membership: Membership) -> dict[str, Any]:
         self.membership = membership

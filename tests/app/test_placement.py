@@ -29,6 +29,7 @@ CONFIG = ServingConfig(
 class Replica:
     def __init__(self, name: str, load: int = 0, waiting_tokens: int = 0, free_pages: int = 1000) -> None:
         self.replica_id = name
+        self.is_local = False
         self.load = load
         self.waiting_tokens = waiting_tokens
         self.free_pages = free_pages
@@ -68,6 +69,20 @@ def test_without_anything_cached_the_least_loaded_takes_it() -> None:
     chosen = {placement.choose([Replica("a"), Replica("b")], request([1, 2, 3])).replica_id for _ in range(64)}
     assert chosen == {"a", "b"}
     assert NEIGHBOUR_TOKENS > PAGE  # one cached page is not worth a neighbour
+
+
+def test_of_those_that_nearly_tie_the_one_on_the_own_node_takes_it() -> None:
+    placement, prompt = Placement(PAGE, BATCH), PROMPT[: 4 * PAGE]
+
+    def chosen(near: Replica, far: Replica) -> str:
+        near.is_local = True
+        return placement.choose([far, near], request(prompt)).replica_id
+
+    for _ in range(8):  # a tie is broken by chance
+        assert chosen(Replica("near"), Replica("far")) == "near"
+        assert chosen(Replica("near"), Replica("far").holds(PROMPT[:PAGE])) == "near"
+        assert chosen(Replica("near"), Replica("far").holds(PROMPT[: 3 * PAGE])) == "far"
+        assert chosen(Replica("near", load=1), Replica("far")) == "far"
 
 
 def test_another_salt_shares_nothing() -> None:

@@ -101,6 +101,7 @@ async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]
     served = [line for line in page if line.startswith('llm_http_requests_total{replica="Router')]
     assert len({line.split('replica="')[1].split('"')[0] for line in served}) == 2
     assert all(snapshot["pumps"] == 2 for snapshot in app.snapshots())
+    assert all(replica["is_local"] for replica in app.replicas().values())
     same_series_in_rays_exporter(app)
 
 
