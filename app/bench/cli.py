@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import os
 import resource
@@ -121,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="answers of exactly that length (ignore_eos and min_tokens)")
     add("--body", type=_json_object, default={}, metavar="JSON", help='added to each request, as {"temperature": 0.7}')
     add("--timeout", type=_number(float, 0), default=600.0, help="seconds a request may take (default: %(default)g)")
-    add("--seed", type=_number(int, -1), default=0, help="of arrivals, lengths and prompts (default: %(default)s)")
+    what = "of arrivals, lengths and prompts; a server may have cached those of an earlier run (default: %(default)s)"
+    add("--seed", type=_number(int, -1), default=0, help=what)
     add("--output", type=Path, metavar="FILE", help="write the report there, as JSON")
     add("--html", type=Path, metavar="FILE", help="write the report, or the comparison, there with plots")
     return parser
@@ -200,9 +202,11 @@ async def _search(
     """`find_rate`, from the rate at which one request comes as the last one ends."""
     alone = await benchmark(target, replace(load, rate=None, concurrency=1, requests=10), options, console)
 
+    parts = itertools.count(1)
+
     async def measure(rate: float) -> Report:
         requests = max(load.requests or 0, math.ceil(rate * (load.duration or 10.0)))
-        tried = replace(load, rate=rate, requests=requests, duration=None)
+        tried = replace(load, rate=rate, requests=requests, duration=None, part=next(parts))
         report = await benchmark(target, tried, options | {"rate": rate}, console, objective)
         p99 = report.p99_ms[name]
         shown = "a failure" if p99 is None else f"{name} {p99:.1f} ms"

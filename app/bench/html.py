@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import Environment
 
 from app.bench.compare import compare, other_options, row_latencies
-from app.bench.report import LATENCIES, Report
+from app.bench.report import LATENCIES, SPREADS, Report
 
 _NAMES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 260, 64, 44
@@ -118,19 +118,10 @@ def charts(runs: Sequence[tuple[str, Report]]) -> list[Chart]:
 
 def page(runs: Sequence[tuple[str, Report]]) -> str:
     """The whole file, of one run or of two, the first being the base."""
-    spreads = {
-        "time to first token, ms": "ttft_ms",
-        "time per output token, ms": "tpot_ms",
-        "inter-token latency, ms": "itl_ms",
-        "end to end, ms": "e2e_ms",
-        "sent after schedule, ms": "late_ms",
-        "input tokens": "input_tokens",
-        "output tokens": "output_tokens",
-    }
     return _PAGE.render(
         runs=runs,
         charts=[(chart.title, chart.svg()) for chart in charts(runs)],
-        spreads=spreads,
+        spreads=SPREADS,
         columns=("mean", "p50", "p90", "p95", "p99", "p999", "max"),
         differences=compare(runs[0][1], runs[1][1]) if len(runs) == 2 else [],
         others=other_options(runs[0][1], runs[1][1]) if len(runs) == 2 else [],

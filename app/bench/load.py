@@ -120,7 +120,8 @@ class Load:
     Open loop: `rate` requests a second, evenly spaced or as a Poisson process, whatever the server does. Closed loop:
     `concurrency` clients, each sending its next request when the last one ended. It ends after `requests` or
     `duration` seconds of sending, whichever comes first. The first `warmup` requests belong to neither and aren't
-    counted. The same seed gives the same arrivals, lengths and prompts.
+    counted. The same seed gives the same arrivals, lengths and prompts; another `part` of it the same arrivals and
+    prefixes with other prompts, which no server has in its cache.
     """
 
     mix: tuple[Kind, ...]
@@ -131,6 +132,7 @@ class Load:
     duration: float | None = None
     warmup: int = 0
     seed: int = 0
+    part: int = 0
 
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.concurrency is None):
@@ -154,7 +156,7 @@ class Load:
     def prompts(self, words_for: Callable[[int], int]) -> Iterator[tuple[Kind, str, int]]:
         """Prompts with their kinds and the number of tokens to ask for; endless. `words_for` turns prompt tokens into
         words."""
-        rng = np.random.default_rng([self.seed, 1])
+        rng = np.random.default_rng([self.seed, 1, self.part])
         weights = np.array([kind.weight for kind in self.mix])
         bounds = np.cumsum(weights) / weights.sum()
         prefixes = {
@@ -188,6 +190,7 @@ class Sample:
     end: float = 0.0
     gaps: list[float] = field(default_factory=list)
     input_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int = 0
     error: str | None = None
     detail: str = ""
@@ -206,6 +209,7 @@ class Sample:
     def count(self, usage: dict[str, Any] | None) -> None:
         if usage:
             self.input_tokens, self.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 @dataclass(frozen=True)

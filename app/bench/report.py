@@ -17,6 +17,17 @@ from app.bench.load import UNFINISHED, Run, Sample
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 LATENCIES = ("ttft", "tpot", "e2e")
+SPREADS = {
+    "time to first token, ms": "ttft_ms",
+    "time per output token, ms": "tpot_ms",
+    "inter-token latency, ms": "itl_ms",
+    "end to end, ms": "e2e_ms",
+    "sent after schedule, ms": "late_ms",
+    "input tokens": "input_tokens",
+    "of them cached": "cached_tokens",
+    "output tokens": "output_tokens",
+}
+"""The fields of a Report that are spreads, by what a reader calls them."""
 
 
 class Spread(BaseModel):
@@ -93,7 +104,8 @@ class Report(BaseModel):
     last text over its tokens less one; unlike itl_ms it doesn't depend on how many tokens a piece holds. late_ms: how
     long after its schedule the client sent a request. `seconds` is from the first scheduled send to the last end;
     rates are over it. Of all requests that came to an end, goodput_share kept the objective, goodput of them a second;
-    p99_ms are percentiles over all of these, a failure counting as endless: None is infinity. client_cpu_ms is this
+    p99_ms are percentiles over all of these, a failure counting as endless: None is infinity. cached_tokens are those
+    input tokens that the server had in its prefix cache, if it says so. client_cpu_ms is this
     process's CPU time per request, client_cpu_share its part of one core. search: what --find-rate tried.
     """
 
@@ -109,6 +121,7 @@ class Report(BaseModel):
     output_tokens_per_second: float
     input_tokens_per_second: float
     input_tokens: Spread | None
+    cached_tokens: Spread | None = None
     output_tokens: Spread | None
     ttft_ms: Spread | None
     tpot_ms: Spread | None
@@ -164,6 +177,7 @@ class Report(BaseModel):
             output_tokens_per_second=a_second(sum(sample.output_tokens for sample in good)),
             input_tokens_per_second=a_second(sum(sample.input_tokens or 0 for sample in good)),
             input_tokens=Spread.of(sample.input_tokens for sample in good),
+            cached_tokens=Spread.of(sample.cached_tokens for sample in good),
             output_tokens=Spread.of(sample.output_tokens for sample in good),
             ttft_ms=spread("ttft"),
             tpot_ms=spread("tpot"),
@@ -198,15 +212,8 @@ class Report(BaseModel):
             bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in self.objective if bound is not None)
             rates.append(f"\nGoodput {self.goodput:.2f} requests/s: {self.goodput_share:.1%} kept {bounds}")
         spreads = table("", "mean", *(f"p{q}" for q in PERCENTILES), "max")
-        for name, spread in (
-            ("time to first token, ms", self.ttft_ms),
-            ("time per output token, ms", self.tpot_ms),
-            ("inter-token latency, ms", self.itl_ms),
-            ("end to end, ms", self.e2e_ms),
-            ("sent after schedule, ms", self.late_ms),
-            ("input tokens", self.input_tokens),
-            ("output tokens", self.output_tokens),
-        ):
+        for name, field in SPREADS.items():
+            spread: Spread | None = getattr(self, field)
             if spread:
                 values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.p999, spread.max)
                 spreads.add_row(name, *(f"{value:.1f}" for value in values))

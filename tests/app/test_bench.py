@@ -105,6 +105,7 @@ class FakeServer:
         usage = {
             "prompt_tokens": TOKENS_A_WORD * len(prompt.split()) + TOKENS_AROUND,
             "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 5},
         }
         if not body.get("stream"):
             if behaviour == "bad response":
@@ -491,6 +492,20 @@ async def test_find_rate() -> None:
     assert await find_rate(measure, "e2e", 19.0, 10.0) is None, "one request alone takes longer"
 
 
+def test_a_search_sends_no_prompt_twice(server: FakeServer, tmp_path: Path) -> None:
+    """What a server cached at one rate would make the next one look better."""
+    mix, file = tmp_path / "mix", tmp_path / "report.json"
+    mix.write_text('{"input_tokens": 64, "prefix_tokens": 32, "output_tokens": 8}')
+    server.behave = lambda n: "ok" if n < 40 else "status 500"
+    options = ["--base-url", server.url, "--mix", str(mix), "--output", str(file)]
+    assert main([*options, "--find-rate", "e2e=600000", "--requests", "10", "--duration", "0.001"]) == 0
+    report = Report.model_validate_json(file.read_text())
+    assert {probe.is_kept for probe in report.search} == {True, False}
+    prompts = [body["prompt"] for body in server.bodies]
+    assert len(prompts) > 60 and len(set(prompts)) == len(prompts)
+    assert len({" ".join(prompt.split()[:14]) for prompt in prompts}) == 1, "but for the prefix"
+
+
 def test_comparison() -> None:
     rng = np.random.default_rng(1)
 
@@ -530,8 +545,10 @@ def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.Capture
     assert main([*options, "--concurrency", "2", "--requests", "9", "--ignore-eos"]) == 0
     shown = capsys.readouterr().out
     assert "9 requests succeeded" in shown and "time to first token" in shown and "without usage" in shown
+    assert "of them cached" in shown
     report = Report.model_validate_json(file.read_text())
     assert Report.model_validate_json(report.model_dump_json()) == report
+    assert report.cached_tokens and (report.cached_tokens.n, report.cached_tokens.max) == (8, 5)
     assert report.succeeded == 9 and len(report.requests) == 9 and not report.interrupted
     assert report.options["model"] == "first" and report.options["concurrency"] == 2
     assert "secret-key" not in file.read_text() + shown
