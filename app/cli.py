@@ -280,7 +280,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             ray.init(
                 address="local",
                 num_cpus=max(
-                    cores, engines * config.tensor_parallel_size + config.has_draft_actors * config.num_drafts
+                    cores, engines * config.tensor_parallel_size + config.has_draft_actors * config.max_drafts
                 ),
                 include_dashboard=False,
                 logging_level="warning",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
@@ -47,9 +47,11 @@ def build_app(config: ServingConfig) -> serve.Application:
     draft = serve.deployment(
         _DraftModel,
         name="DraftModel",
-        num_replicas=config.num_drafts,
+        **_draft_scale(config),
         health_check_period_s=2,
         health_check_timeout_s=5,
+        graceful_shutdown_timeout_s=1,  # its engines look for another one
+        graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0 if config.draft_num_gpus else 1, "num_gpus": config.draft_num_gpus},
     )
     gpus = 1 if _wants_gpu(config) else 0
@@ -109,13 +111,16 @@ class _EngineReplica(EngineReplica):
         super()._fail_calls(error)
 
     async def _keep_draft(self, drafts: DeploymentHandle[Any]) -> None:
-        """Looks for a draft process whenever there is none."""
+        """Looks for a draft process whenever there is none, and keeps a call to it open while there is."""
         assert self.draft is not None
-        shown = ""
+        method, call, shown = drafts.options(method_name="lend", stream=True), None, ""
         while True:
             if not self.draft.connected:
+                if call is not None:
+                    call.cancel()
                 try:
-                    address, key = await asyncio.wait_for(drafts.address.remote(), 5)
+                    call = method.remote()
+                    address, key = await asyncio.wait_for(anext(call), 5)
                     size = self.engine.vocabulary.size
                     await asyncio.to_thread(self.draft.connect, address, key, self.metrics.replica, size)
                     shown = ""
@@ -138,9 +143,10 @@ class _DraftModel:
         host = ray.util.get_node_ip_address()
         self._host: DraftHost = await asyncio.to_thread(build_draft, config, host, threads, gpus)
 
-    async def address(self) -> tuple[tuple[str, int], bytes]:
-        """Where engines connect, and the key that lets them in."""
-        return self._host.address, self._host.key
+    async def lend(self) -> AsyncIterator[tuple[tuple[str, int], bytes]]:
+        """Where an engine connects, and the key that lets it in. Open as long as the engine is there: Serve counts."""
+        yield self._host.address, self._host.key
+        await asyncio.Event().wait()
 
     def check_health(self) -> None:
         self._host.check_health()
@@ -170,13 +176,27 @@ def _scale(config: ServingConfig) -> dict[str, Any]:
     """How many engine replicas, in Serve's words."""
     if config.max_replicas is None:
         return {"num_replicas": config.num_replicas}
+    policy = {"policy": {"policy_function": "app.autoscaling:policy"}}
+    return _between(config, config.num_replicas, config.max_replicas, policy)
+
+
+def _draft_scale(config: ServingConfig) -> dict[str, Any]:
+    """How many drafts: with more engines proportionally more. An engine is a call that stays open."""
+    if config.max_replicas is None:
+        return {"num_replicas": config.num_drafts, "max_ongoing_requests": 1024}
+    share = config.engines_per_draft
+    scale = _between(config, config.num_drafts, config.max_drafts, {"target_ongoing_requests": share})
+    return {**scale, "max_ongoing_requests": share}
+
+
+def _between(config: ServingConfig, least: int, most: int, how: dict[str, Any]) -> dict[str, Any]:
     scaling = {
-        "min_replicas": config.num_replicas,
-        "max_replicas": config.max_replicas,
+        "min_replicas": least,
+        "max_replicas": most,
         "upscale_delay_s": config.upscale_delay,
         "downscale_delay_s": config.downscale_delay,
         "look_back_period_s": 15.0,
-        "policy": {"policy_function": "app.autoscaling:policy"},
+        **how,
     }
     return {"num_replicas": "auto", "autoscaling_config": scaling}
 

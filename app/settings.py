@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import ipaddress
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -74,7 +75,9 @@ class ServingConfig(BaseSettings):
     draft_placement: Literal["actor", "replica"] = Field(
         "actor", description="where the draft runs: in processes of its own that serve all engines, or in each engine's"
     )
-    num_drafts: int = Field(1, ge=1, le=1024, description="draft processes")
+    num_drafts: int = Field(
+        1, ge=1, le=1024, description="draft processes for num_replicas engines; with more engines more"
+    )
     draft_num_gpus: float = Field(0.0, ge=0, le=1, description="share of a GPU for each; 0: on the CPU")
     gamma: int | None = Field(None, ge=1, le=16, description="tokens drafted at a time; default: as many as pay")
 
@@ -210,6 +213,14 @@ class ServingConfig(BaseSettings):
     @property
     def has_draft_actors(self) -> bool:
         return self.proposer == "draft" and self.draft_placement == "actor"
+
+    @property
+    def engines_per_draft(self) -> int:
+        return math.ceil(self.num_replicas / self.num_drafts)
+
+    @property
+    def max_drafts(self) -> int:
+        return max(self.num_drafts, math.ceil((self.max_replicas or 0) / self.engines_per_draft))
 
     def of_draft(self) -> ServingConfig:
         """Options for loading the draft as a model."""

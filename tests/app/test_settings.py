@@ -162,3 +162,15 @@ def test_who_proposes() -> None:
     assert proposer(draft_model="y") == proposer(draft_model="y", speculation="draft") == ("draft", True)
     assert proposer(draft_model="y", draft_placement="replica") == ("draft", False)
     assert proposer(speculation="ngram") == ("ngram", False)
+
+
+def test_drafts_follow_engines_in_proportion() -> None:
+    def counts(**options: int) -> tuple[int, int]:
+        config = ServingConfig.from_options({"model": "dummy", "draft_model": "dummy", **options})
+        return config.engines_per_draft, config.max_drafts
+
+    assert counts() == (1, 1)
+    assert counts(num_drafts=3) == (1, 3)
+    assert counts(max_replicas=8) == (1, 8)
+    assert counts(num_replicas=4, max_replicas=10) == (4, 3)
+    assert counts(num_replicas=4, num_drafts=2, max_replicas=9) == (2, 5)

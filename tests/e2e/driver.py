@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ class Driver:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def start(self, folder: str, port: int, nodes: int = 0) -> None:
-        """Starts Ray: one node, or a head for the Routers and so many nodes for two engines each."""
+        """Starts Ray: one node, or a head for the proxy and so many nodes for three engines or drafts each."""
         from app.cli import local_environment
 
         os.environ.update(local_environment(Path(folder), {}))
-        os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
+        for who in ("REPLICA", "HANDLE"):
+            os.environ[f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
         import ray
         from ray import serve
 
@@ -39,7 +41,7 @@ class Driver:
             from ray.cluster_utils import Cluster
 
             ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # it would be any Ray's on the machine
-            head = {"num_cpus": 0, "resources": {"head": 1}, "include_dashboard": False, "temp_dir": temp_dir}
+            head = {"num_cpus": 0, "resources": {"head": 1000}, "include_dashboard": False, "temp_dir": temp_dir}
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
             for _ in range(nodes):
                 self._add_node()
@@ -49,29 +51,47 @@ class Driver:
         ray.init(address="local", num_cpus=16, include_dashboard=False, _temp_dir=temp_dir, **quiet)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
 
-    def deploy(self, options: dict[str, Any], wait: bool) -> None:
+    def deploy(self, options: dict[str, Any], wait: bool, routers: str = "head") -> None:
+        """routers: which nodes they are on, where there are several: the `head`, or any `other`."""
         from ray.serve.api import _run
 
         from app.main import build
 
         app = build(options)
         if self.cluster is not None:
-            on_head = {"num_cpus": 0, "resources": {"head": 0.001}}
-            app = type(app)(app._bound_deployment.options(ray_actor_options=on_head))
+            where = {"num_cpus": 0, "resources": {routers: 1}}
+            app = type(app)(app._bound_deployment.options(ray_actor_options=where))
         _run(app, name=APP, route_prefix="/", _blocking=wait)
 
     def lose_node(self, number: int) -> None:
-        """One of the nodes without Routers is gone, and a new one comes."""
-        nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.unique_id)
-        self.cluster.remove_node(nodes[number % len(nodes)], allow_graceful=False)
+        """One of the nodes but the head is gone, and a new one comes."""
+        self.cluster.remove_node(self._node(number), allow_graceful=False)
         self._add_node()
+
+    def drain_node(self, number: int, notice: float) -> None:
+        """The same, but a new one comes first, and Ray is told to drain the old one so many seconds before its end."""
+        import ray
+
+        node = self._node(number)
+        self._add_node()
+        preemption, deadline = 2, int((time.time() + notice) * 1000)
+        gcs = ray._raylet.GcsClient(address=self.cluster.address)
+        accepted, message = gcs.drain_node(node.node_id, preemption, "it is wanted elsewhere", deadline)
+        if not accepted:
+            raise RuntimeError(message)
+        time.sleep(notice)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def _node(self, number: int) -> Any:
+        nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.unique_id)
+        return nodes[number % len(nodes)]
 
     def _add_node(self) -> None:
         for _ in range(3):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
             with contextlib.suppress(Exception):
-                self.cluster.add_node(num_cpus=2)
+                self.cluster.add_node(num_cpus=3, resources={"other": 1000})
                 return
-        self.cluster.add_node(num_cpus=2)
+        self.cluster.add_node(num_cpus=3, resources={"other": 1000})
 
     def delete(self) -> None:
         from ray import serve

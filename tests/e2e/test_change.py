@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -102,9 +104,28 @@ async def test_a_new_version_and_fewer_replicas_fail_no_request(deploy: Callable
 
 
 async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Deployed]) -> None:
-    app = deploy(max_replicas=2, upscale_delay=1, downscale_delay=2, max_batch_size=2, max_model_len=1024)
+    """And so do the drafts, one for each."""
+    options = {"max_replicas": 2, "upscale_delay": 1, "downscale_delay": 2, "max_batch_size": 2, "max_model_len": 1024}
+    app = deploy(**options, draft_model="dummy")
+
+    def drafts() -> dict[int, int]:
+        """Process ids of the engines that a draft is connected to, and of the drafts."""
+        try:
+            engines = app.snapshots()
+        except RuntimeError:  # one was lost, and not all have heard of it
+            return {}
+        return {engine["pid"]: engine["draft"]["pid"] for engine in engines if engine["speculation"]["draft_up"]}
+
+    first: dict[int, int] = {}
+    wait_until(lambda: first.update(drafts()) or first, 120)
+    [engine] = first
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: drafts().keys() - first, 120)  # its draft is free for the next one
     load = Load(app.url, 6, 200)
-    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2, 120)
+    await asyncio.to_thread(wait_until, lambda: len(set(drafts().values())) == 2, 120)
     await load.end()
-    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1, 120)
+    await asyncio.to_thread(wait_until, lambda: len(app.cluster.processes("ServeReplica:test:DraftModel")) == 1, 120)
+    await asyncio.to_thread(wait_until, lambda: len(drafts()) == 1, 120)
     assert set(load.ends) == {"well"}, load.ends
