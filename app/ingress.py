@@ -283,7 +283,7 @@ class Ingress:
         fields = {**body.output_fields(), "max_new_tokens": limit, **self._limits(call, body)}
         fields |= {"grammar": grammar, "adapter": self._adapter(model)} | form.shows_special_tokens
         requests = self._choices(body, answer_id, [ids], [fields], body.public_names)
-        renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), form)
+        renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), len(ids), form)
         await self._run(call, requests, renderer, body.stream)
 
     async def completions(self, call: Call) -> None:

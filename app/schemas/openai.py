@@ -42,6 +42,7 @@ _INERT: Mapping[str, TypeAdapter[Any]] = {
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: No | None = None
 
 
@@ -58,6 +59,9 @@ class OpenAIBody(SamplingFields, GrammarFields):
     def _stream_fields(self) -> OpenAIBody:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
+        if self.continuous_usage and not self.include_usage:
+            name = "stream_options.continuous_usage_stats"
+            raise ApiError(400, f"{name} needs include_usage", param=name)
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs can't be streamed", param="prompt_logprobs")
         return self
@@ -65,6 +69,10 @@ class OpenAIBody(SamplingFields, GrammarFields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CalledFunction(Body):
@@ -338,13 +346,26 @@ class _Renderer:
     kind: str
     chunk_kind: str
 
-    def __init__(self, body: OpenAIBody, tokenizer: Tokenizer, model: str, answer_id: str, created: int) -> None:
+    def __init__(
+        self, body: OpenAIBody, tokenizer: Tokenizer, model: str, answer_id: str, created: int, prompt_tokens: int
+    ) -> None:
         self._n = body.n
         self._tokenizer = tokenizer
         self._head = {"id": answer_id, "object": self.kind, "created": created, "model": model}
         self._include_usage = body.include_usage
         self._stream_head = orjson.dumps(self._head | {"object": self.chunk_kind})[:-1]
         self._tail = b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
+        self._continuous = body.continuous_usage
+        self._prompt_tokens, self._completion_tokens = prompt_tokens, 0
+        self._count(0)
+
+    def _count(self, tokens: int) -> None:
+        """With continuous_usage_stats each event says what the request has used so far, as vLLM's do."""
+        if self._continuous:
+            self._completion_tokens += tokens
+            counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
+            counts["total_tokens"] = sum(counts.values())
+            self._tail = b',"usage":%b}\n\n' % orjson.dumps(counts)
 
     def _event(self, choice: bytes) -> bytes:
         return b'data: %b,"choices":[%b]%b' % (self._stream_head, choice, self._tail)
@@ -391,9 +412,10 @@ class ChatRenderer(_Renderer):
         model: str,
         answer_id: str,
         created: int,
+        prompt_tokens: int,
         form: OutputForm,
     ) -> None:
-        super().__init__(body, tokenizer, model, answer_id, created)
+        super().__init__(body, tokenizer, model, answer_id, created, prompt_tokens)
         self._form = form
         self._streams = [AnswerStream(form) for _ in range(body.n)] if form.parses and body.stream else []
         self._logprobs = body.logprobs
@@ -428,9 +450,10 @@ class ChatRenderer(_Renderer):
         return b"".join(self._event(choice % i) for i in range(self._n))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
+        self._count(len(chunk.token_ids))
         if self._streams:
             delta = self._streams[index].push(chunk.text)
-        elif self._logprobs or self._origins:
+        elif self._logprobs or self._origins or self._continuous:
             delta = {"content": chunk.text}
         else:
             return self._before_text[index] + orjson.dumps(chunk.text) + self._after_text if chunk.text else b""
@@ -491,7 +514,8 @@ class CompletionRenderer(_Renderer):
         requests: Sequence[GenerationRequest],
         prompts: Sequence[str],
     ) -> None:
-        super().__init__(body, tokenizer, model, answer_id, created)
+        prompt_tokens = sum(len(request.prompt_ids or ()) for request in requests[:: body.n])
+        super().__init__(body, tokenizer, model, answer_id, created, prompt_tokens)
         self._requests = requests
         self._echo = list(prompts) if body.echo else None
         self._generates = body.generates
@@ -523,6 +547,7 @@ class CompletionRenderer(_Renderer):
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
         if not self._generates:
             return b""
+        self._count(len(chunk.token_ids))
         if self._logprobs is None:
             return self._text_event(index, chunk.text, b"null") if chunk.text else b""
         if not chunk.text and not chunk.logprobs:

@@ -93,6 +93,26 @@ async def test_wire_format_of_a_stream() -> None:
     assert parsed[-1]["choices"] == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_in_every_event(path: str) -> None:
+    """vLLM's extension, which guidellm asks for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"stream": True, "n": 2, "max_tokens": 20, "stream_options": options}
+    body |= {"messages": CHAT} if "chat" in path else {"prompt": "Once"}
+    async with http(ScriptedRouter()) as client:
+        response = await client.post(path, json=body)
+        alone = await client.post(path, json={**body, "stream_options": {"continuous_usage_stats": True}})
+    parsed = [json.loads(data) for _, data in events(response.text)[:-1]]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in parsed]
+    assert counts == sorted(counts) and counts[0] in (0, 1) and counts[-1] == counts[-2] == 40 and len(set(counts)) > 20
+    last = parsed[-1]["usage"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in parsed} == {last["prompt_tokens"]}
+    assert all(
+        chunk["usage"]["total_tokens"] == last["prompt_tokens"] + n for chunk, n in zip(parsed, counts, strict=True)
+    )
+    assert alone.status_code == 400 and "needs include_usage" in alone.json()["error"]["message"]
+
+
 async def test_n_choices_have_seeds_of_their_own() -> None:
     router = ScriptedRouter(lambda request: f"seed {request.seed}")
     async with openai_client(router) as api:
