@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import defaultdict
@@ -33,6 +32,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import sleeping_model  # noqa: E402
+
+from app.cli import free_ports  # noqa: E402
+
 TICKS = os.sysconf("SC_CLK_TCK")
 NAMES = (  # of processes, by their command line
     (r"ray::ServeReplica:\w+:(\w+)", r"\1"),
@@ -44,74 +49,21 @@ NAMES = (  # of processes, by their command line
     (r"/log_monitor\.py", "log monitor"),
     (r"/monitor\.py", "autoscaler monitor"),
     (r"/dashboard\.py", "dashboard"),
-    (r" --serve ", "llm-serve"),
+    (r"/llm-serve ", "llm-serve"),
 )
 
 
 # --- the server
 
 
-def sleeping_model(seconds: float, config: Any, tokenizer: Any) -> Any:
-    """A tiny DecoderModel whose forward sleeps and whose likeliest token is an ordinary one."""
-    import torch
-
-    from engine.models.decoder import DecoderModel
-
-    class SleepingModel(DecoderModel):
-        def hidden_states(self, input_ids: Any, batch: Any, pages: Any = None) -> Any:
-            time.sleep(seconds)
-            return input_ids.new_zeros((len(input_ids), 1), dtype=torch.float32)
-
-        def logits(self, hidden: Any) -> Any:
-            return self.get_buffer("row").expand(len(hidden), -1).clone()
-
-    model = SleepingModel(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=2048)
-    row = torch.zeros(tokenizer.vocab_size)
-    row[tokenizer.encode("a", add_special_tokens=False)[-1]] = 1.0
-    model.register_buffer("row", row)
-    return model
-
-
-def serve_sleeping(seconds: float, options: list[str]) -> int:
-    """llm-serve, with that model in its engine."""
-    import app.cli
-
-    serve = app.cli._serve
-
-    def serve_with_sleeping_model(*args: Any) -> int:
-        import app.main  # imports ray, which must find the environment that llm-serve has set by now
-
-        class SleepingReplica(app.main._EngineReplica):
-            async def __init__(self, config: Any) -> None:  # type: ignore[misc]
-                import app.replica
-
-                app.replica.load_model = functools.partial(sleeping_model, seconds)
-                await super().__init__(config)
-
-        app.main._EngineReplica = SleepingReplica  # type: ignore[misc]
-        return serve(*args)
-
-    app.cli._serve = serve_with_sleeping_model  # type: ignore[assignment]
-    return app.cli.main(options)
-
-
 @contextmanager
-def server(step_ms: float, options: list[str], log: Path) -> Iterator[tuple[str, int]]:
-    """The base URL and process id of a running server; it is drained afterwards."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        __file__,
-        "--serve",
-        str(step_ms / 1000),
-        "--model",
-        "dummy",
-        "--port",
-        str(port),
-        *options,
-    ]
+def server(step_ms: float, options: list[str], folder: Path, token_us: float = 0.0) -> Iterator[tuple[str, int]]:
+    """The base URL and process id of a running server of a model that sleeps, which lies in `folder` (see
+    sleeping_model.counts); it is drained afterwards."""
+    [port] = free_ports(1)
+    command = [Path(sys.executable).with_name("llm-serve"), "--served-model-name", "sleeping", "--port", str(port)]
+    command += [*sleeping_model.options(folder, step_ms, token_us), *options]
+    log = folder / "log"
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
@@ -119,14 +71,14 @@ def server(step_ms: float, options: list[str], log: Path) -> Iterator[tuple[str,
     try:
         for _ in range(1800):
             if process.poll() is not None:
-                raise SystemExit(f"the server ended with status {process.returncode}:\n{log.read_text()}")
+                raise SystemExit(f"the server ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
             try:
                 urllib.request.urlopen(f"{url}/ready", timeout=5).close()
                 break
             except OSError:
                 time.sleep(0.1)
         else:
-            raise SystemExit(f"the server isn't ready after three minutes:\n{log.read_text()}")
+            raise SystemExit(f"the server isn't ready after three minutes:\n{log.read_text()[-3000:]}")
         yield url, process.pid
     finally:
         process.send_signal(signal.SIGINT)
@@ -192,7 +144,7 @@ def load(url: str, requests: int, concurrency: int, stream: bool) -> Any:
     from app.bench.load import Kind, Lengths, Load, Run, Target
     from app.bench.report import Report
 
-    target = Target(url, "dummy", stream=stream, ignore_eos=True)
+    target = Target(url, "sleeping", stream=stream, ignore_eos=True)
     kind = Kind("all", Lengths(32, 32), Lengths(16, 16))
     run = Run(target, Load((kind,), concurrency=concurrency, requests=requests))
     asyncio.run(run.run())
@@ -261,27 +213,23 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--serve"]:
-        return serve_sleeping(float(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--step-ms", type=float, default=20.0, help="what a forward sleeps (default: %(default)g)")
     parser.add_argument("--concurrency", type=int, default=16, help="requests in flight (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=1000, help="a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--idle-seconds", type=float, default=15.0, help="default: %(default)g")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a real tokenizer (default: the dummy model's)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "serving_cost.json")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     from rich.console import Console
 
     about = machine()
     serve_options = ["--max-batch-size", str(options.concurrency)]
-    if options.tokenizer:
-        serve_options += ["--tokenizer", str(options.tokenizer.resolve())]
-    log = options.output.with_suffix(".log")
     rounds: dict[str, list[dict[str, Any]]] = {"not streamed": [], "streamed": []}
-    with server(options.step_ms, serve_options, log) as (url, pid):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(options.step_ms, serve_options, Path(folder)) as (url, pid),
+    ):
         for stream in (False, True):
             load(url, 200, options.concurrency, stream)
         time.sleep(3)
@@ -295,7 +243,6 @@ def main() -> int:
                 print(
                     f"round {number + 1}, {mode}: {rounds[mode][-1]['net_total_ms']:.2f} CPU ms a request", flush=True
                 )
-    log.unlink()
     Console().print(table(rounds, idle, options))
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
