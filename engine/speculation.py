@@ -30,6 +30,7 @@ _HOPE = 0.7  # acceptance that is expected of an unknown draft
 _TRIAL = 16  # of so many sequences, one starts with that hope
 _PROBE = 4  # tokens of a remote draft's trial
 _PROBE_EVERY, _PROBE_SELDOM = 128, 1024  # tokens between trials of a row at 0, at first and at most
+_ALLOWED = 0.01  # of the time: what trials may lose
 _RETRY = 0.25  # seconds until a draft that is gone is looked for again
 _RECONSIDER = 16  # steps after which rows at 0 are looked at again: costs change
 _HOLD = 16  # tokens until a sequence that the draft has lost is sent again
@@ -404,9 +405,11 @@ class SpeculationStats:
 
 
 class _StepCost:
-    """Seconds of a step as a + b * tokens, fitted with forgetting."""
+    """Seconds of a step as a + b * tokens, fitted with forgetting. With one number of tokens seen, `alone` says what
+    others take: as long (0), or in proportion (1)."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: int) -> None:
+        self._alone = alone
         self._moments = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -429,7 +432,7 @@ class _StepCost:
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         weight, t, tt, s, ts = self._moments
         spread = tt - t * t / weight
-        slope = max((ts - t * s / weight) / spread, 0.0) if spread > 1e-9 * max(tt, 1) else 0.0
+        slope = max((ts - t * s / weight) / spread, 0.0) if spread > 1e-9 * max(tt, 1) else self._alone * s / t
         return np.maximum((s - slope * t) / weight + slope * tokens, 1e-9)
 
 
@@ -463,7 +466,8 @@ class Speculator:
         self._calls = 0
         self._usual = _HOPE  # acceptance of all sequences
         self._met = 0
-        self._plain, self._verifying = _StepCost(), _StepCost()
+        self._plain, self._verifying = _StepCost(alone=0), _StepCost(alone=1)
+        self._balance = 0.0  # seconds that speculation has won, and may lose again
         self._propose_seconds = 0.0  # a drafted token, for all rows
         self._proposed = 0.0  # the last proposal as a whole
         self._proposals = 0
@@ -479,13 +483,20 @@ class Speculator:
             return np.zeros_like(rows)
         room = np.maximum(table.limit[rows] - table.length[rows] - 1, 0)
         best, self._worth[rows] = self._choose(rows, len(rows))
-        best = self._chosen[rows] = np.minimum(best, room)
+        best = np.minimum(best, room)
         probing = np.zeros(len(rows), dtype=bool)
         if self.fixed is None and self._plain.known:
+            if not self._affordable(rows, best):
+                best[:] = 0
             probing = (best == 0) & (table.length[rows] >= self._next_probe[rows])
             self._asleep_until[rows] = np.where((best == 0) & ~probing, self._next_probe[rows], 0)
+        self._chosen[rows] = best
         if self.remote is None:
-            return np.where(probing, np.minimum(1, room), best)
+            probes = np.where(probing, np.minimum(1, room), 0)
+            if probing.any() and not best.any() and not self._affordable(rows, probes):
+                self._asleep_until[rows[probing]] = table.length[rows[probing]] + _RECONSIDER
+                return best
+            return best + probes
         self._trial[rows] = probing
         self._judge(rows[probing])
         wanted = self._wanted[rows] = np.where(probing, np.minimum(_PROBE, room), best)
@@ -533,6 +544,22 @@ class Speculator:
             best[:] = self.fixed
         worth = np.maximum(expected[np.arange(len(rows)), best] * plain - verifying[best], 0) / running
         return best, np.where(best > 0, worth, 0.0)
+
+    def _affordable(self, rows: np.ndarray, gammas: np.ndarray) -> bool:
+        """Whether a step with these drafts pays, or is expected to lose no more than there is to lose: a row that
+        drafts alone has all the others wait for its verification."""
+        if not self._verifying.known:
+            return True
+        a = np.minimum(self._acceptance[rows], 0.98)
+        accepted = (self._delivered[rows] * ((1 - a ** (gammas + 1)) / (1 - a) - 1)).sum()
+        loss = self._lost(len(rows), int(gammas.sum()), accepted, self._propose_seconds * int(gammas.max(initial=0)))
+        return self._balance >= max(loss, 0.0)
+
+    def _lost(self, running: int, drafted: int, accepted: float, proposing: float) -> float:
+        """Seconds that a step costs more than plain decoding would take for its tokens."""
+        plain = float(self._plain(np.array([running]))[0])
+        verifying = max(float(self._verifying(np.array([running + drafted]))[0]), plain)
+        return verifying + proposing - plain * (1 + accepted / running)
 
     def _judge(self, rows: np.ndarray) -> None:
         """Learn from a remote draft's trials; those without an answer for long are given up."""
@@ -593,6 +620,16 @@ class Speculator:
         # what follows a rejected token says nothing
         self._learn(plan.rows[at], accepted[at], np.minimum(accepted + 1, plan.drafts)[at])
 
+        if self._plain.known and self._verifying.known:
+            running = int((plan.counts - plan.drafts == 1).sum())
+            self._settle(-self._lost(running, int(plan.drafts.sum()), int(accepted.sum()), self._proposed), running)
+
+    def _settle(self, seconds: float, running: int) -> None:
+        """A good draft's gains don't pay for as many bad ones later; a step that the machine held up isn't paid for
+        for ever."""
+        bound = 2 * float(self._plain(np.array([running]))[0])
+        self._balance = min(max(self._balance + seconds, -bound), bound)
+
     def _learn(self, rows: np.ndarray, right: np.ndarray, judged: np.ndarray) -> None:
         self._acceptance[rows] += (1 - 0.85**judged) * (right / judged - self._acceptance[rows])
         total = int(judged.sum())
@@ -605,6 +642,8 @@ class Speculator:
             costs = (self._verifying, self._plain) if plan.verifies else (self._plain, self._verifying)
             costs[0].observe(int(plan.counts.sum()), seconds - self._proposed)
             costs[1].fade()
+            if not plan.verifies:
+                self._settle(_ALLOWED * seconds, len(plan.rows))
         self._proposed = 0.0
 
     def stats(self) -> SpeculationStats:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine import batch_engine
+from engine.attention import ATTENTION
 from engine.batch_engine import ContinuousBatchingEngine, StepStats
 from engine.models.decoder import DecoderModel
 from engine.scheduler import StepPlan
@@ -46,6 +47,13 @@ def near(model: DecoderModel) -> DecoderModel:
         for parameter in draft.parameters():
             parameter += 0.03 * torch.randn(parameter.shape, generator=noise)
     return draft
+
+
+def attend_by(model: DecoderModel, attn_impl: str) -> DecoderModel:
+    model.attention = ATTENTION.create(attn_impl)
+    for layer in model.model.layers:
+        layer.self_attn.backend = model.attention
+    return model
 
 
 DRAFTS = {window: near(reference.model) for window, reference in REFERENCES.items()}
@@ -113,8 +121,10 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class EngineLaws(RuleBasedStateMachine):
+    attn_impl = "mha"
+    least_page_size = 1
     sound = False  # started, and no check has failed
-    seen: Counter[str] = Counter()  # what the schedules of all examples came to
+    seen: Counter[str]  # what the schedules of all examples came to
 
     @initialize(
         window=st.sampled_from([None, 1, 5, 20]),
@@ -144,7 +154,9 @@ class EngineLaws(RuleBasedStateMachine):
         self.clock = Clock()
         mock.patch.object(batch_engine, "time", self.clock).start()
         self.reference = REFERENCES[window]
+        page_size = max(page_size, self.least_page_size)
         self.flaky = Flaky(self.reference.model)
+        attend_by(self.flaky.model, self.attn_impl)
         self.page_size, self.window, self.queue = page_size, window, queue
         self.engine = ContinuousBatchingEngine(
             self.flaky.model,
@@ -157,7 +169,7 @@ class EngineLaws(RuleBasedStateMachine):
             enable_prefix_cache=prefix_cache,
             max_queued_requests=queue,
             speculation=speculation,
-            draft_model=copy.deepcopy(DRAFTS[window]) if speculation == "draft" else None,
+            draft_model=attend_by(copy.deepcopy(DRAFTS[window]), self.attn_impl) if speculation == "draft" else None,
             gamma=None if speculation == "off" else gamma,
         )
         self.engine.set_token_sink(self.take)
@@ -340,13 +352,25 @@ class EngineLaws(RuleBasedStateMachine):
             mock.patch.stopall()
 
 
+class TritonLaws(EngineLaws):
+    """In Triton's interpreter, which takes a second for a step: only in the long run. test_triton.py has the short."""
+
+    attn_impl = "triton"
+    least_page_size = 16
+
+
 @pytest.mark.timeout(0 if LONG else 900)
-def test_laws(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("laws", "share"),
+    [(EngineLaws, 1.0), pytest.param(TritonLaws, 0.02, marks=pytest.mark.skipif(not LONG, reason="takes an hour"))],
+)
+def test_laws(laws: type[EngineLaws], share: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", logger="engine.batch_engine")  # the injected errors
+    laws.seen = Counter()
     run_state_machine_as_test(
-        EngineLaws,
+        laws,
         settings=settings(
-            max_examples=1500 if LONG else 150,
+            max_examples=round(share * (1500 if LONG else 150)),
             stateful_step_count=60 if LONG else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -357,8 +381,10 @@ def test_laws(caplog: pytest.LogCaptureFixture) -> None:
     )
     for reference in REFERENCES.values():
         reference.check_rate()
+    if share < 1:
+        return
     for thing in ("preemptions", "cached", "drafted", "accepted", "stop", "length", "abort", "deadline", "error"):
-        assert EngineLaws.seen[thing], EngineLaws.seen
+        assert laws.seen[thing], laws.seen
 
 
 def make_engine(flaky: Flaky, **options: Any) -> ContinuousBatchingEngine:

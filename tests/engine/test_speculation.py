@@ -13,6 +13,7 @@ import torch
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.models.decoder import DecoderModel
 from engine.models.loader import load_model
+from engine.scheduler import StepPlan
 from engine.schemas import GenerationRequest
 from engine.sequence import SequenceTable
 from engine.speculation import NO_TOKEN, NgramProposer, Speculator, accept
@@ -146,6 +147,33 @@ def test_useless_draft_is_left_alone(target, drafts) -> None:
     drafted = engine.speculation_stats().drafted - before[0]
     generated = engine.stats().generated_tokens - before[1]
     assert 0 < drafted <= 0.02 * generated
+
+
+def test_rows_that_draft_alone_are_not_waited_for() -> None:
+    """Auto, where verifying doubles a step however little is drafted: over all that takes 2 % longer at most."""
+    context = 4000
+    engine = ContinuousBatchingEngine(
+        make(0, max_seq_len=context), None, speculation="draft", draft_model=make(1, layers=1, max_seq_len=context)
+    )
+    speculator = engine._speculator
+    assert isinstance(speculator, Speculator)
+    steps = {True: 0, False: 0}
+    observe = Speculator.observe
+
+    def take(plan: StepPlan, seconds: float) -> None:
+        steps[plan.verifies] += 1
+        observe(speculator, plan, speculator._proposed + 1 + plan.verifies)
+
+    speculator.observe = take  # type: ignore[method-assign]
+    for i in range(120):  # one in 16 starts with hope
+        engine.add_request(GenerationRequest(prompt_ids=[i % 90 + 1], max_new_tokens=60, temperature=1.0, seed=i))
+    while engine.stats().generated_tokens < 64 * 8:
+        engine.step()
+    steps[True] = 0
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    assert engine.speculation_stats().drafted > 0
+    assert steps[True] <= 0.02 * steps[False]
 
 
 def test_stop_string_inside_an_accepted_run() -> None:

@@ -16,9 +16,12 @@ from triton.runtime import interpreter
 from engine.attention import ATTENTION, PackedBatch
 from engine.attention.paged_triton import TritonAttention
 from engine.attention.sdpa import SDPAttention
+from engine.batch_engine import ContinuousBatchingEngine
 from engine.models.decoder import DecoderModel, create_decoder_kv_caches
+from engine.schemas import GenerationRequest
+from engine.tokenization import SimpleCharacterTokenizer
 from tests.engine import ragged
-from tests.engine.oracle import tiny_model
+from tests.engine.oracle import Reference, tiny_model
 
 
 def attend(case: ragged.Ragged, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,6 +131,46 @@ def test_model_equals_mha(kv_heads: int, window: int | None) -> None:
         for part in ids.split([21, 1, 1, 5, 2], dim=1):
             parts.append(twin(part, kv_caches=caches, use_cache=True)[0])
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_engine_keeps_its_laws() -> None:
+    """Chunked prompts, shared prefixes, preemption and verification, one schedule; test_laws has them all."""
+    model = tiny_model(num_layers=1, max_seq_len=48)
+    reference = Reference(model, SimpleCharacterTokenizer(60))
+    twin = tiny_model(num_layers=1, max_seq_len=48, attn_impl="triton")
+    engine = ContinuousBatchingEngine(
+        twin,
+        SimpleCharacterTokenizer(60),
+        max_batch_size=3,
+        page_size=16,
+        num_pages=4,
+        max_batched_tokens=24,
+        speculation="draft",
+        draft_model=twin,
+        gamma=3,
+    )
+    requests = [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=[*range(3, 21), 5 + i],
+            max_new_tokens=20,
+            temperature=i % 2,
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(4)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    for request in requests:
+        result = engine.result(request.request_id)
+        assert result is not None
+        reference.check(request, result)
+    engine.pool.check()
+    stats = engine.stats()
+    assert stats.preemptions and stats.cached_tokens and engine.speculation_stats().accepted
 
 
 def test_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
