@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from app.ingress import build_asgi_app
 from app.metrics import render
-from app.replica import EngineReplica
+from app.replica import EngineReplica, load_model
 from app.router import GenerationError, Overloaded, Router, TextGeneration, Unavailable
 from app.settings import ServingConfig
+from engine.batch_engine import ContinuousBatchingEngine
 from engine.schemas import FinishReason, GenerationRequest
 from tests.app.fakes import TOKENIZER, FakeEngine, LocalEngines, expected_tokens
 
@@ -197,6 +199,46 @@ async def test_a_deadline_ends_a_request_and_frees_the_engine(router: Router, en
         await read(generation)
     assert ended.value.status == 408
     await wait_until(lambda: not engine.rows)
+
+
+async def test_a_deadline_in_the_queue() -> None:
+    """Who waits in vain is told in time, even by an engine that stands still, and takes neither a place nor a step."""
+    config = ServingConfig(
+        model="dummy", dtype="float32", max_model_len=256, max_batch_size=1, max_queued_requests=1, heartbeat_timeout=30
+    )
+    engine = ContinuousBatchingEngine.from_serving_config(config, load_model(config, TOKENIZER), TOKENIZER)
+    engines = LocalEngines(config)
+    moves, step = threading.Event(), engine.step
+
+    def gated() -> object:
+        moves.wait()
+        return step()
+
+    moves.set()
+    engine.step = gated  # type: ignore[method-assign]
+    engines.add("a", engine)  # type: ignore[arg-type]
+    router = Router(config, engines, TOKENIZER)
+    body = {"prompt": "first", "max_tokens": 200, "ignore_eos": True}
+    transport = httpx.ASGITransport(build_asgi_app(router))  # type: ignore[arg-type]
+    try:
+        await wait_until(lambda: router.ready)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
+            first = asyncio.create_task(client.post("/v1/completions", json=body))
+            await wait_until(lambda: engine.stats().running)
+            moves.clear()
+            late = await client.post("/v1/completions", json=body, headers={"x-request-timeout-seconds": "0.2"})
+            assert late.status_code == 408
+            assert late.json()["error"]["message"] == "the request wasn't finished after 0.2 s"
+            moves.set()
+            await wait_until(lambda: not engine.stats().waiting)
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await first).json()["usage"]["completion_tokens"] == 200
+        stats = engine.stats()
+        assert (stats.aborted_requests, stats.generated_tokens) == (1, 400)
+    finally:
+        moves.set()
+        await router.close()
+        engines.close()
 
 
 async def test_a_killed_replica_costs_nothing_but_time(router: Router, engines: LocalEngines) -> None:
