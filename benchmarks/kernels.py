@@ -91,7 +91,7 @@ def launch_all(shape: str, dtype: torch.dtype) -> None:
         q, k, v = (
             part.unflatten(-1, (-1, dim)) for part in packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         )
-        angles = torch.zeros(2, tokens, 1, dim // 2)
+        angles = torch.zeros(2, tokens, 1, dim)
         assert batch.slot_mapping is not None
         q = attention.append(q, k, v, angles[0], angles[1], (k_pages, v_pages), batch.slot_mapping)
         attention.attend(q, k_pages, v_pages, attention.plan(batch, None))

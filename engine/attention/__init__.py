@@ -122,9 +122,8 @@ def attention_for(attn_impl: str, device: torch.device | str) -> str:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, head_dim] by the rows of `RotaryEmbedding.rows`, in the rotate-half form."""
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    wide = x.float()
+    return (wide * cos).add_(wide.roll(wide.shape[-1] // 2, -1).mul_(sin)).to(x.dtype)
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -125,7 +125,7 @@ def append_kernel(
     q_stride: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
-    cos: tl.tensor,  # fp32 [tokens, HALF_DIM]
+    cos: tl.tensor,  # fp32 [tokens, 2 * HALF_DIM], as of RotaryEmbedding.rows
     sin: tl.tensor,
     slots: tl.tensor,  # [tokens]; -1: nowhere
     rotated: tl.tensor,  # [tokens, HEADS, HEAD_DIM]
@@ -148,8 +148,9 @@ def append_kernel(
     x = tl.load(k + token * k_stride + at, mask=real, other=0.0).to(tl.float32)
     y = tl.load(k + token * k_stride + at + HALF_DIM, mask=real, other=0.0).to(tl.float32)
     if HEADS > 0:
-        c = tl.load(cos + token * HALF_DIM + d, mask=inner, other=0.0)
-        s = tl.load(sin + token * HALF_DIM + d, mask=inner, other=0.0)
+        second = token * (2 * HALF_DIM) + HALF_DIM + d
+        c = tl.load(cos + second, mask=inner, other=0.0)
+        s = tl.load(sin + second, mask=inner, other=0.0)
         x, y = x * c - y * s, y * c + x * s
     to = slot * (2 * HALF_DIM * KV_HEADS) + at
     # a hidden key still counts with weight 0, and 0 * nan is nan: one token's overflow must not be another's

