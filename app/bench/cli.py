@@ -172,9 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     silent = ("api_key", "output", "html", "compare", "slo")
     shown = {name: value for name, value in vars(options).items() if name not in silent}
     console = Console(stderr=True)
-    bench = benchmark(target, load, shown, console, options.slo)
-    if options.find_rate:
-        bench = _search(target, load, shown, console, options.slo, *options.find_rate)
+    common = (target, load, shown, console, options.slo)
+    bench = _search(*common, *options.find_rate) if options.find_rate else benchmark(*common)
     try:
         report = uvloop.run(bench)
     except BenchError as error:

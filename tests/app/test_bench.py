@@ -492,7 +492,7 @@ async def test_find_rate() -> None:
     assert await find_rate(measure, "e2e", 19.0, 10.0) is None, "one request alone takes longer"
 
 
-def test_a_search_sends_no_prompt_twice(server: FakeServer, tmp_path: Path) -> None:
+def test_a_search_sends_no_prompt_twice(server: FakeServer, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """What a server cached at one rate would make the next one look better."""
     mix, file = tmp_path / "mix", tmp_path / "report.json"
     mix.write_text('{"input_tokens": 64, "prefix_tokens": 32, "output_tokens": 8}')
@@ -504,6 +504,7 @@ def test_a_search_sends_no_prompt_twice(server: FakeServer, tmp_path: Path) -> N
     prompts = [body["prompt"] for body in server.bodies]
     assert len(prompts) > 60 and len(set(prompts)) == len(prompts)
     assert len({" ".join(prompt.split()[:14]) for prompt in prompts}) == 1, "but for the prefix"
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
 def test_comparison() -> None:
