@@ -5,7 +5,8 @@
 `llm-serve` runs with a forward that sleeps for as long as an 8B model is predicted to take on an H200 (RESULTS.md), all
 else being real, and `llm-bench --find-rate` looks for the rate; features are switched on one after the other. What the
 processes cost is measured first, under closed loops, and given to capacity.py, whose predictions stand beside what was
-found. Client and server share the cores.
+found. Client and server share the cores, less what other processes of the machine used in the meantime. Where that is
+much, --slower 4 makes the forward and the bound four times as long, so that waiting for a core weighs a quarter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ import numpy as np
 import sleeping_model
 from capacity import RESULTS, Costs, Request, Service, best_rate, simulate
 from scipy.optimize import nnls
-from serving_cost import ROOT, cpu_seconds, difference, machine, server
+from serving_cost import ROOT, TICKS, cpu_seconds, difference, machine, server
 
 sys.path.insert(0, str(ROOT))
 
@@ -38,7 +39,7 @@ from app.bench.report import Report  # noqa: E402
 
 STEP_MS, TOKEN_US, BOUND_MS = 4.2, 27.0, 200.0
 KIND: dict[str, Any] = {"name": "chat", "input_tokens": 256, "prefix_tokens": 224, "output_tokens": 16}
-SIMULATED = Service(STEP_MS / 1e3, TOKEN_US / 1e6, TOKEN_US / 1e6, client_is_here=True)
+SIMULATED = Service(STEP_MS / 1e3, TOKEN_US / 1e6, TOKEN_US / 1e6, client_is_here=True)  # at its own speed
 BATCHED = ["--max-batch-size", "64"]
 NO_CACHE = "--no-enable-prefix-cache"
 CONFIGS = {
@@ -53,11 +54,11 @@ LOADS = ((2, 16, 100), (32, 16, 600), (32, 48, 300), (8, 4, 600))
 
 
 @contextmanager
-def serving(options: list[str]) -> Iterator[tuple[str, int, np.ndarray]]:
+def serving(options: list[str], slower: float = 1.0) -> Iterator[tuple[str, int, np.ndarray]]:
     """URL, process id, and (steps, tokens in them)."""
     with tempfile.TemporaryDirectory() as folder:
         common = ["--max-model-len", "512", "--max-queued-requests", "4096"]
-        with server(STEP_MS, [*common, *options], Path(folder), TOKEN_US) as (url, pid):
+        with server(slower * STEP_MS, [*common, *options], Path(folder), slower * TOKEN_US) as (url, pid):
             yield url, pid, sleeping_model.counts(Path(folder))
 
 
@@ -105,18 +106,36 @@ def calibrate(rounds: int) -> tuple[Costs, list[dict[str, Any]]]:
     return Costs(client, proxy, router, router_token, engine, engine_step, engine_row, sum(idle.values())), rows
 
 
-def find(options: list[str], requests: int) -> dict[str, Any]:
-    """What llm-bench finds."""
-    with serving(options) as (url, _, counts), tempfile.TemporaryDirectory() as folder:
+def busy_seconds() -> float:
+    """CPU time that all processes of this machine have used."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / TICKS
+
+
+def find(options: list[str], requests: int, slower: float) -> dict[str, Any]:
+    """What llm-bench finds, and the cores that others used meanwhile."""
+    with serving(options, slower) as (url, pid, counts), tempfile.TemporaryDirectory() as folder:
         mix, output = Path(folder) / "mix", Path(folder) / "report.json"
         mix.write_text(json.dumps(KIND))
         closed_loop(url, 4, 16, 40, 0)
-        before = counts.copy()
-        command = [Path(sys.executable).with_name("llm-bench"), "--base-url", url, "--find-rate", f"e2e={BOUND_MS:g}"]
+        before, begin = counts.copy(), time.monotonic()
+        ours, all_of_it = cpu_seconds(pid), busy_seconds()
+        command = [
+            Path(sys.executable).with_name("llm-bench"),
+            "--base-url",
+            url,
+            "--find-rate",
+            f"e2e={slower * BOUND_MS:g}",
+        ]
         command += ["--requests", str(requests), "--mix", mix, "--no-stream", "--ignore-eos", "--output", output]
-        run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        client = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run(command)
+        client_now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = sum(difference(cpu_seconds(pid), ours).values())
+        used += client_now.ru_utime + client_now.ru_stime - client.ru_utime - client.ru_stime
+        others = (busy_seconds() - all_of_it - used) / (time.monotonic() - begin)
         if run.returncode:
-            return {"rate": 0.0}  # none is low enough
+            return {"rate": 0.0, "others_cores": others}  # none is low enough
         report = Report.model_validate_json(output.read_bytes())
         steps, tokens = (counts - before).tolist()
     assert report.e2e_ms and report.cached_tokens
@@ -124,42 +143,45 @@ def find(options: list[str], requests: int) -> dict[str, Any]:
         "rate": max(probe.rate for probe in report.search if probe.is_kept),
         "p50_ms": report.e2e_ms.p50,
         "p99_ms": report.e2e_ms.p99,
+        "others_cores": others,
         "cached_tokens": report.cached_tokens.mean,
         "tokens_a_step": tokens / steps,
         "search": [probe.model_dump() for probe in report.search],
     }
 
 
-def predict(costs: Costs, service: Service, request: Request) -> dict[str, float]:
-    rate = best_rate(costs, service, request, BOUND_MS / 1e3)
-    found = np.array(simulate(costs, service, request, rate)) * 1e3
-    return {"rate": rate, "p50_ms": float(np.median(found)), "p99_ms": float(np.percentile(found, 99))}
+def predict(costs: Costs, service: Service, prompt: int, requests: int, slower: float) -> dict[str, float]:
+    times = {name: slower * getattr(service, name) for name in ("step", "row", "token")}
+    service, request = replace(service, **times), Request(prompt, KIND["output_tokens"])
+    rate = best_rate(costs, service, request, slower * BOUND_MS / 1e3, requests)
+    p50, p99 = np.percentile(simulate(costs, service, request, rate), (50, 99)) * 1e3 if rate else (0.0, 0.0)
+    return {"rate": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="of the calibration (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=300, help="a rate, at least (default: %(default)s)")
+    parser.add_argument("--slower", type=float, default=1.0, help="times, forward and bound (default: %(default)g)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     about = machine()
     costs, loads = calibrate(given.rounds)
     print(costs, flush=True)
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, (options, service, prompt) in CONFIGS.items():
-        requests = given.requests if "batch" in " ".join(options) else given.requests // 5
-        rows[name] = {
-            "options": options,
-            "load_average": os.getloadavg()[0],
-            "predicted": predict(costs, service, Request(prompt, KIND["output_tokens"])),
-            "measured": find(options, requests),
-        }
+        requests = given.requests if service.rows > 1 else given.requests // 6
+        measured = find(options, requests, given.slower)
+        left = replace(costs, idle=min(costs.idle + measured["others_cores"], 0.9 * service.cores))
+        requests = max(requests, round(10 * measured["rate"]))  # as llm-bench does
+        predicted = predict(left, service, prompt, requests, given.slower)
+        rows[name] = {"options": options, "predicted": predicted, "measured": measured}
         print(name, {key: rows[name][key] for key in ("predicted", "measured")}, flush=True)
         result = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python", "benchmarks/exercise.py", *sys.argv[1:]]),
             "machine": about,
-            "forward": {"step_ms": STEP_MS, "token_us": TOKEN_US},
+            "forward": {"step_ms": STEP_MS, "token_us": TOKEN_US, "slower": given.slower},
             "request": KIND,
             "p99_ms": BOUND_MS,
             "costs": asdict(costs),

@@ -26,7 +26,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,20 +65,24 @@ def server(step_ms: float, options: list[str], folder: Path, token_us: float = 0
     command += [*sleeping_model.options(folder, step_ms, token_us), *options]
     log = folder / "log"
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+            return True
+        return False
+
+    for _ in range(3):  # Ray gives itself 30 s to start, which isn't always enough on a busy machine
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and not ready():
+            time.sleep(0.1)
+        if process.poll() is None:
+            break
+    else:
+        raise SystemExit(f"the server ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
     try:
-        for _ in range(1800):
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
-            try:
-                urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
-            raise SystemExit(f"the server isn't ready after three minutes:\n{log.read_text()[-3000:]}")
         yield url, process.pid
     finally:
         process.send_signal(signal.SIGINT)

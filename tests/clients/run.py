@@ -83,6 +83,7 @@ def main() -> int:
             print(f"==> {name}", flush=True)
             variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
             variables |= {"CHECKER": sys.executable, "TOKENIZERS_PARALLELISM": "false"}
+            variables["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices
             script = [python, FOLDER / f"use_{name}.py", url, MODEL.name, MODEL]
             if subprocess.run(script, env=variables, cwd=ROOT / ".clients").returncode:
                 failed.append(name)
