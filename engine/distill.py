@@ -1,0 +1,602 @@
+"""`llm-distill` trains a small draft for a target, on text that the target writes itself.
+
+The target makes up users' questions, answers them (Xu et al. 2024, Magpie), and says how likely its best candidates
+were at each place; a narrow decoder over the same token ids learns these distributions (Hinton et al. 2015). Some
+conversations are held out: there the draft's samples, drawn with the engine's noise, are compared with the target's,
+which says how many tokens a step would give, and, with the measured costs of both models' steps, how much faster it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.attention import PackedBatch
+from engine.generation import BatchedBackend
+from engine.models.decoder import CausalLM, DecoderConfig, DecoderModel
+from engine.models.loader import load_generation_defaults, load_model, resolve_model
+from engine.models.publisher import save_pretrained
+from engine.sampling import Sampler, SamplingTable, Vocabulary
+from engine.schemas import FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from engine.sequence import SequenceTable
+from engine.speculation import MAX_GAMMA, Drafter
+from engine.tokenization import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+TOP = 16  # candidates of the target that are learned at a place
+QUESTION = 96  # tokens, at most, of a question that the target makes up
+JUDGED = 48  # conversations, at most, that judge a draft
+PATIENCE = 3  # looks at a speed-up that doesn't rise, after which training ends
+_SHARD = 256  # conversations that are written, and lost by an interruption, together
+_ROWS, _CONTEXT = 64, 2048  # of the engine that writes them
+_NEGATIVES = 4096  # other tokens that a step of training looks at
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A prompt and what the target answered with a seed and a temperature."""
+
+    tokens: Tensor  # int32 [N]
+    prompt_len: int
+    seed: int
+    temperature: float
+    top_ids: Tensor  # int32 [N, TOP], the likeliest tokens after each, best first
+    top_logits: Tensor  # float16 [N, TOP]
+
+
+# --- the text
+
+
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """Ids of a chat up to where the user's words begin."""
+    marker = "USER_TEXT"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}])
+    return tokenizer.encode(text.split(marker)[0], add_special_tokens=not tokenizer.has_chat_template)
+
+
+def converse(
+    backend: BatchedBackend, model: CausalLM, prompts: Sequence[str] | None, count: int, answer: int, seed: str
+) -> list[Conversation]:
+    """`count` conversations, with answers of at most `answer` tokens, about `prompts`, which are drawn from, or about
+    what the target makes up."""
+    tokenizer, rng = backend.tokenizer, random.Random(seed)
+    assert tokenizer is not None
+    if prompts is None:
+        start = opening(tokenizer)
+        asks = [
+            GenerationRequest(prompt_ids=start, max_new_tokens=QUESTION, seed=rng.getrandbits(63)) for _ in range(count)
+        ]
+        prompts = [result.text or "Hi" for result in _run(backend, asks, "Questions")]
+    else:
+        prompts = rng.choices(prompts, k=count)
+    requests = [
+        GenerationRequest(
+            prompt_ids=tokenizer.encode_chat([{"role": "user", "content": text}]),
+            max_new_tokens=answer,
+            temperature=rng.random(),
+            seed=rng.getrandbits(63),
+        )
+        for text in prompts
+    ]
+    eos = sorted(tokenizer.eos_token_ids)[:1]
+    conversations = []
+    for request, result in zip(requests, _run(backend, requests, "Answers"), strict=True):
+        assert request.prompt_ids is not None and request.seed is not None
+        ids = request.prompt_ids + result.token_ids + eos * (result.finish_reason is FinishReason.STOP)
+        tokens = torch.tensor(ids, dtype=torch.int32)
+        best = likeliest(model, tokens, tokenizer.vocab_size)
+        conversations.append(Conversation(tokens, len(request.prompt_ids), request.seed, request.temperature, *best))
+    return conversations
+
+
+def _run(backend: BatchedBackend, requests: Sequence[GenerationRequest], what: str) -> list[GenerationResult]:
+    prepared = [backend.prepare(request) for request in requests]
+    results: list[GenerationResult] = [None] * len(requests)  # type: ignore[list-item]
+    for index, result in tqdm(backend.run_batch(prepared), what, len(prepared), unit="", leave=False, disable=None):
+        if result.error is not None:
+            raise RuntimeError(f"the target failed: {result.error}")
+        results[index] = result
+    return results
+
+
+@torch.inference_mode()
+def likeliest(model: CausalLM, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The model's TOP candidates after each of tokens [N]: ids int32 [N, TOP] and logits float16."""
+    hidden = model.hidden_states(tokens.to(model.device), PackedBatch.uncached(1, len(tokens), model.device))
+    count = min(TOP, vocab_size)
+    blocks = [model.logits(block)[:, :vocab_size].float().topk(count, dim=-1) for block in hidden.split(256)]
+    ids, logits = torch.cat([b.indices for b in blocks]), torch.cat([b.values for b in blocks])
+    return ids.to("cpu", torch.int32), logits.to("cpu", torch.float16)
+
+
+def write_shard(file: Path, conversations: Sequence[Conversation]) -> None:
+    columns = {name: [getattr(c, name) for c in conversations] for name in ("tokens", "top_ids", "top_logits")}
+    tensors = {name: torch.cat(parts) for name, parts in columns.items()}
+    for name, dtype in (("prompt_len", torch.int64), ("seed", torch.int64), ("temperature", torch.float64)):
+        tensors[name] = torch.tensor([getattr(c, name) for c in conversations], dtype=dtype)
+    tensors["length"] = torch.tensor([len(c.tokens) for c in conversations])
+    partial = file.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.replace(file)
+
+
+def read_shard(file: Path) -> list[Conversation]:
+    tensors = load_file(file)
+    lengths = tensors["length"].tolist()
+    tokens, top_ids, top_logits = (tensors[name].split(lengths) for name in ("tokens", "top_ids", "top_logits"))
+    scalars = (tensors[name].tolist() for name in ("prompt_len", "seed", "temperature"))
+    return [Conversation(*c) for c in zip(tokens, *scalars, top_ids, top_logits, strict=True)]
+
+
+def held_out(conversation: Conversation) -> bool:
+    """Whether it is for judging a draft: one prompt in 16, so that no prompt is on both sides."""
+    prompt = conversation.tokens[: conversation.prompt_len].numpy()
+    return zlib.crc32(prompt.tobytes()) % 16 == 0
+
+
+# --- the draft
+
+
+def make_draft(target: DecoderModel, hidden_size: int, num_layers: int) -> DecoderModel:
+    """An untrained draft in fp32: the target's embedding and first layers, of which it has the `hidden_size` directions
+    in which the embedding varies most."""
+    config = target.config
+    if not (0 < hidden_size <= config.hidden_size and 0 < num_layers <= config.num_layers):
+        most = f"{config.hidden_size}x{config.num_layers}"
+        raise ValueError(f"a draft of shape {hidden_size}x{num_layers} is not within the target's {most}")
+    windows = config.window_layers
+    config = replace(
+        config,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        window_layers=windows and tuple(layer for layer in windows if layer < num_layers),
+        attn_impl="mha",
+        tie_word_embeddings=True,
+    )
+    draft = DecoderModel.from_config(config).to(target.device)
+    state = {name: tensor.float() for name, tensor in target.state_dict().items()}
+    embedding = state["model.embed_tokens.weight"]
+    basis = torch.eye(hidden_size, device=target.device)
+    if hidden_size < target.config.hidden_size:
+        basis = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -hidden_size:]
+    gain = (target.config.hidden_size / hidden_size) ** 0.5  # a vector seen in part has the same length
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            *path, module, kind = name.split(".")
+            tensor = state[name]
+            if module == "embed_tokens":
+                tensor = tensor @ basis
+            elif module == "norm":
+                tensor = gain * (basis * tensor.unsqueeze(1) * basis).sum(0)
+            elif module.endswith("layernorm"):  # what it scales is in the weights that follow
+                tensor = torch.full_like(parameter, gain)
+            elif module in ("o_proj", "down_proj"):
+                tensor = basis.T @ tensor
+            elif kind == "weight" and not module.endswith("_norm"):
+                norm = "input_layernorm" if "self_attn" in path else "post_attention_layernorm"
+                scale = state[".".join([*path[:-1], norm, kind])]
+                tensor = tensor * scale @ basis
+            parameter.copy_(tensor)
+    return draft
+
+
+# --- training
+
+
+def distillation_loss(draft: DecoderModel, batch: Sequence[Conversation], skip: int, rng: torch.Generator) -> Tensor:
+    """Cross entropy of the draft's next tokens with the target's distribution over its TOP candidates, a mean over the
+    places of a batch from token `skip` on. The draft's own distribution is taken over all candidates in the batch and a
+    sample of the other tokens, whose weight is raised accordingly: a whole vocabulary would be most of the work."""
+    device = draft.device
+    length = max(len(conversation.tokens) for conversation in batch)
+    ids = torch.zeros(len(batch), length, dtype=torch.int64)
+    learned = torch.zeros(len(batch), length, dtype=torch.bool)
+    for i, conversation in enumerate(batch):
+        ids[i, : len(conversation.tokens)] = conversation.tokens
+        learned[i, skip : len(conversation.tokens)] = True
+    top_ids = torch.cat([conversation.top_ids[skip:] for conversation in batch]).to(device, torch.int64)
+    top = torch.cat([conversation.top_logits[skip:].float() for conversation in batch]).to(device).softmax(-1)
+    columns = top_ids.unique()
+    others = torch.randint(draft.vocab_size, (_NEGATIVES,), generator=rng).to(device).unique()
+    others = others[~torch.isin(others, columns)]
+    hidden = draft.hidden_states(ids.flatten().to(device), PackedBatch.uncached(len(batch), length, device))
+    hidden = hidden[learned.flatten().to(device)]
+    weight = F.embedding(torch.cat((columns, others)), draft.model.embed_tokens.weight)
+    logits = F.linear(hidden, weight).float()
+    share = (draft.vocab_size - len(columns)) / max(len(others), 1)
+    normaliser = torch.logaddexp(
+        logits[:, : len(columns)].logsumexp(-1), logits[:, len(columns) :].logsumexp(-1) + math.log(max(share, 1))
+    )
+    chosen = logits.gather(1, torch.searchsorted(columns, top_ids))
+    return (normaliser - (top * chosen).sum(-1)).mean()
+
+
+def order(conversations: Sequence[Conversation], batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of indices without end, conversations of similar lengths together, so that little is padding."""
+    for epoch in itertools.count():
+        rng = random.Random(f"{seed} {epoch}")
+        shuffled = rng.sample(range(len(conversations)), len(conversations))
+        span, batches = 8 * batch_size, []
+        for start in range(0, len(shuffled), span):
+            near = sorted(shuffled[start : start + span], key=lambda i: len(conversations[i].tokens))
+            batches += [near[at : at + batch_size] for at in range(0, len(near), batch_size)]
+        rng.shuffle(batches)
+        yield from batches
+
+
+# --- what it is worth
+
+
+@torch.inference_mode()
+def agreement(draft: DecoderModel, conversations: Sequence[Conversation]) -> list[np.ndarray]:
+    """For each token of each answer, whether the draft, asked after those before it, says the same: bool [answer]."""
+    device = draft.device
+    table = SamplingTable(1, device)
+    sampler = Sampler(table, Vocabulary(draft.vocab_size, None), device)
+    agreed = []
+    for conversation in conversations:
+        params = SamplingParams(temperature=conversation.temperature)
+        table.set(0, params, conversation.seed, conversation.prompt_len, [], [])
+        tokens = conversation.tokens.to(device)
+        places = np.arange(conversation.prompt_len, len(tokens))
+        hidden = draft.hidden_states(tokens, PackedBatch.uncached(1, len(tokens), device))
+        logits = draft.logits(hidden[conversation.prompt_len - 1 : -1])
+        sampled = sampler(logits, np.zeros_like(places), places, tokens.unsqueeze(0))
+        agreed.append((sampled.ids == tokens[conversation.prompt_len :]).cpu().numpy())
+    return agreed
+
+
+def tokens_a_step(agreed: Sequence[np.ndarray], gamma: int) -> float:
+    """What a step yields on average with `gamma` drafted tokens, after the first token, which comes with the prompt."""
+    tokens = steps = 0
+    for right in agreed:
+        right = right[1:]
+        tokens += len(right)
+        at = 0
+        while at < len(right):
+            wrong = np.flatnonzero(~right[at : at + gamma])
+            at += 1 + (int(wrong[0]) if len(wrong) else gamma)
+            steps += 1
+    return tokens / max(steps, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a step of the target, of one that verifies MAX_GAMMA drafted tokens, and of a step of the draft."""
+
+    plain: float
+    verifying: float
+    draft: float
+
+    def speed_up(self, agreed: Sequence[np.ndarray]) -> tuple[float, int]:
+        """Tokens a second over those of plain decoding with the gamma from 1 on for which that is highest, and the
+        gamma. Below 1 an engine doesn't speculate."""
+
+        def at(gamma: int) -> float:
+            token = (self.verifying - self.plain) / MAX_GAMMA + self.draft
+            return tokens_a_step(agreed, gamma) * self.plain / (self.plain + gamma * token)
+
+        return max((at(gamma), gamma) for gamma in range(1, MAX_GAMMA + 1))
+
+
+def measure(target: CausalLM, config: DecoderConfig, rounds: int = 12) -> Costs:
+    """What steps of one sequence take, as an engine runs them: the least of some, as others may use the machine."""
+    draft = DecoderModel.from_config(config).to(target.device, target.dtype).eval()
+    steps, draft_steps = _stepper(target), _stepper(draft)
+    times = [(steps(1), steps(1 + MAX_GAMMA), *(draft_steps(1) for _ in range(4))) for _ in range(rounds)]
+    plain, verifying, *drafts = (min(column) for column in zip(*times, strict=True))
+    return Costs(plain, max(plain, verifying), min(drafts))
+
+
+def _stepper(model: CausalLM, length: int = 128) -> Callable[[int], float]:
+    """Seconds of a step of so many tokens."""
+    length = min(length, model.max_seq_len - MAX_GAMMA - 1)
+    table, sampling = SequenceTable(1, length + MAX_GAMMA + 1, 1, model.device), SamplingTable(1, model.device)
+    sampling.set(0, SamplingParams(temperature=0.7), 0, 1, [], [])
+    drafter = Drafter(model, table, sampling, Vocabulary(model.vocab_size, None))
+    row = np.zeros(1, dtype=np.int64)
+
+    def seconds(count: int) -> float:
+        drafter.rewind(row, row + length)
+        start = time.perf_counter()
+        drafter.advance(row, row + length + count)
+        return time.perf_counter() - start
+
+    table.uid[0] = 0
+    seconds(0)
+    return seconds
+
+
+# --- a run
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a draft depends on, beside the time that steps take."""
+
+    model: str
+    prompts: str  # a digest of them; empty: the target makes them up
+    conversations: int
+    answer: int  # tokens at most
+    steps: int
+    batch_size: int  # conversations
+    learning_rate: float
+    seed: int
+
+
+class Trainer:
+    """One draft on its way. All that its next step depends on is in its file."""
+
+    def __init__(
+        self,
+        draft: DecoderModel,
+        learned: Sequence[Conversation],
+        judged: Sequence[Conversation],
+        plan: Plan,
+        file: Path,
+        half: bool,
+    ) -> None:
+        self.draft, self.learned, self.judged, self.plan, self.file = draft.train(), learned, judged, plan, file
+        self.half = half  # multiply in bf16
+        self.optimizer = torch.optim.AdamW(draft.parameters(), lr=0.0, betas=(0.9, 0.95), fused=True)
+        # where all begin alike, as with a system prompt, there is nothing to learn
+        self.skip = len(os.path.commonprefix([c.tokens[: c.prompt_len - 1].tolist() for c in learned]))
+        self.step, self.spent = 0, 0.0  # seconds of the CPU
+        self.last = plan.steps  # the step before which the learning rate is 0
+        self.history: list[dict[str, float]] = []
+        if file.exists():
+            state = torch.load(file, map_location=draft.device, weights_only=True)
+            draft.load_state_dict(state["draft"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.last, self.spent = state["step"], state["last"], state["spent"]
+            self.history = state["history"]
+
+    def save(self) -> None:
+        state = {name: getattr(self, name) for name in ("step", "last", "spent", "history")}
+        state |= {name: getattr(self, name).state_dict() for name in ("draft", "optimizer")}
+        partial = self.file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.file)
+
+    def train(self, until: int, costs: Costs, watch: Callable[[dict[str, float]], None]) -> None:
+        """Go on to step `until`, or to the end, which comes sooner when the expected speed-up no longer rises."""
+        plan, start = self.plan, time.process_time() - self.spent
+        warm_up, cool_down, interval = max(plan.steps // 50, 1), max(plan.steps // 4, 1), max(plan.steps // 20, 1)
+        batches = itertools.islice(order(self.learned, plan.batch_size, plan.seed), self.step, None)
+        with tqdm(total=self.last, initial=self.step, desc="Training", unit="step", leave=False, disable=None) as bar:
+            while self.step < min(until, self.last):
+                rate = min(1.0, (self.step + 1) / warm_up, (self.last - self.step) / cool_down)
+                self.optimizer.param_groups[0]["lr"] = rate * plan.learning_rate
+                batch = [self.learned[i] for i in next(batches)]
+                noise = torch.Generator().manual_seed(plan.seed + self.step)
+                with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self.half):
+                    loss = distillation_loss(self.draft, batch, self.skip, noise)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.step += 1
+                bar.update()
+                if self.step % interval and self.step < self.last:
+                    continue
+                self.spent = time.process_time() - start
+                self.history.append(self.judge(costs))
+                best = [point["speed_up"] for point in self.history]
+                if len(best) > PATIENCE and max(best[-PATIENCE:]) < 1.005 * max(best[:-PATIENCE]):
+                    self.last = bar.total = min(self.last, self.step + cool_down)
+                self.save()
+                watch(self.history[-1])
+
+    def judge(self, costs: Costs) -> dict[str, float]:
+        self.draft.eval()
+        agreed = agreement(self.draft, self.judged)
+        self.draft.train()
+        speed_up, gamma = costs.speed_up(agreed)
+        return {
+            "step": self.step,
+            "cpu_seconds": round(self.spent, 1),
+            "acceptance": round(float(np.concatenate(agreed).mean()), 4),
+            "tokens_a_step_at_gamma_4": round(tokens_a_step(agreed, 4), 4),
+            "speed_up": round(speed_up, 4),
+            "gamma": gamma,
+        }
+
+
+def distill(
+    model: str,
+    output: Path,
+    *,
+    prompts: Sequence[str] | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    device: str = "auto",
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a draft for the model in folder, hub id or file `model`, into the folder `output`, and go on with what is
+    there from an interrupted run.
+
+    prompts: what the target is asked; None: it makes questions up. shapes: hidden size and layers of the drafts to
+    choose from. options: fields of Plan. Returns the report, which is in training/report.json as well. ValueError:
+    what can't be used, or a folder of another plan.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest() if prompts is not None else ""
+    plan = Plan(model=model, prompts=digest, **options)
+    folder = output / "training"
+    path = resolve_model(model)
+    target, tokenizer = load_model(path, device=device), load_tokenizer(path)
+    if not isinstance(target, DecoderModel):
+        raise ValueError(f"{model}: no draft can be made of a {type(target).__name__}")
+    tokenizer.eos_token_ids |= frozenset(load_generation_defaults(path)["eos_token_ids"])
+    shapes = shapes or _shapes(target.config)
+    drafts = {shape: make_draft(target, *shape) for shape in shapes}  # before the engine packs the target
+    _settle(folder / "plan.json", plan)
+    conversations = _corpus(folder, target, tokenizer, prompts, plan)
+    learned = [c for c in conversations if not held_out(c)]
+    judged = [c for c in conversations if held_out(c)][:JUDGED]
+    if not learned or not judged:
+        raise ValueError(f"{len(conversations)} conversations: too few, or their prompts too alike, to hold some out")
+    report_file = folder / "report.json"
+    report: dict[str, Any] = json.loads(report_file.read_text()) if report_file.exists() else {"drafts": {}}
+    trainers = {}
+    for shape, draft in drafts.items():
+        name = "{}x{}".format(*shape)
+        if name not in report["drafts"]:
+            attention = replace(draft.config, attn_impl=target.config.attn_impl)
+            report["drafts"][name] = {"costs": asdict(measure(target, attention))}
+        half = target.dtype != torch.float32
+        trainers[name] = Trainer(draft, learned, judged, plan, folder / f"{name}.pt", half)
+
+    def train(name: str, until: int) -> float:
+        entry, trainer = report["drafts"][name], trainers[name]
+
+        def watch(point: dict[str, float]) -> None:
+            entry["history"] = trainer.history
+            _write_json(report_file, report)
+            _save(trainer.draft, target, output, tokenizer)
+            tqdm.write(
+                f"{name}  step {point['step']}/{trainer.last}  acceptance {point['acceptance']:.3f}  tokens a step at "
+                f"gamma 4 {point['tokens_a_step_at_gamma_4']:.2f}  speed-up {point['speed_up']:.2f} (gamma "
+                f"{point['gamma']})  CPU {point['cpu_seconds']:.0f} s"
+            )
+
+        trainer.train(until, Costs(**entry["costs"]), watch)
+        return trainer.history[0]["speed_up"]
+
+    if len(shapes) > 1:
+        report["chosen"] = max(trainers, key=lambda name: train(name, max(plan.steps // 20, 1)))
+    else:
+        report["chosen"] = next(iter(trainers))
+    train(report["chosen"], plan.steps)
+    _save(trainers[report["chosen"]].draft, target, output, tokenizer)
+    _write_json(report_file, report)
+    return report
+
+
+def _shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+    """A quarter to a half of the target's width, in 64s, and few layers."""
+    widths = {min(max(config.hidden_size * part // 512 * 64, 64), config.hidden_size) for part in (2, 4)}
+    return [(width, layers) for width in sorted(widths) for layers in (1, 2) if layers <= config.num_layers]
+
+
+def _settle(file: Path, plan: Plan) -> None:
+    """Keep the plan beside what is made by it. ValueError when something there was made by another."""
+    if file.exists():
+        found = json.loads(file.read_text())
+        if odd := [name for name, value in asdict(plan).items() if found.get(name) != value]:
+            wanted = ", ".join(f"{name} {found.get(name)!r}, not {getattr(plan, name)!r}" for name in odd)
+            raise ValueError(f"{file.parent} was begun with {wanted}: take another folder, or remove it")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write_json(file, asdict(plan))
+
+
+def _corpus(
+    folder: Path, target: DecoderModel, tokenizer: HuggingFaceTokenizer, prompts: Sequence[str] | None, plan: Plan
+) -> list[Conversation]:
+    backend: BatchedBackend | None = None
+    conversations: list[Conversation] = []
+    for index, start in enumerate(range(0, plan.conversations, _SHARD)):
+        file = folder / f"{index:05}.safetensors"
+        if not file.exists():
+            if backend is None:
+                context = min(target.max_seq_len, _CONTEXT)
+                backend = BatchedBackend(
+                    target, tokenizer, device=target.device, max_batch_size=_ROWS, max_seq_len=context, truncate="left"
+                )
+            count = min(_SHARD, plan.conversations - start)
+            write_shard(file, converse(backend, target, prompts, count, plan.answer, f"{plan.seed} {index}"))
+        conversations += read_shard(file)
+    return conversations
+
+
+def _save(draft: DecoderModel, target: DecoderModel, output: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    config = replace(draft.config, attn_impl="mha")
+    copy = DecoderModel.from_config(config).to(dtype=target.dtype)
+    copy.load_state_dict(draft.state_dict())
+    copy.generation_config = target.generation_config
+    save_pretrained(copy, output, tokenizer)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(file)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llm-distill",
+        description="Trains a small draft model for a target, for --draft-model of llm-serve. Interrupted, it goes on "
+        "where it was when it is started again.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="the target: a Hugging Face folder, a hub id or a .gguf file")
+    add("--output", required=True, type=Path, help="the draft's folder; what is needed to go on is in training/ there")
+    add("--prompts", type=Path, help="a text file, a question a line; without it the target makes questions up")
+    add("--conversations", type=_positive, default=1536, help="that the target writes")
+    add("--answer", type=_positive, default=256, help="tokens of an answer at most")
+    add("--steps", type=_positive, default=6000, help="of training at most")
+    add("--batch-size", type=_positive, default=8, help="conversations a step")
+    add("--learning-rate", type=_rate, default=2e-3)
+    add("--shapes", type=_shape, nargs="+", metavar="HIDDENxLAYERS", help="to choose from (default: by the target's)")
+    add("--seed", type=int, default=0, help="with the same shape and number of threads, the same draft")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 2 for what can't be used, 130 when interrupted."""
+    options = vars(_parser().parse_args(argv))
+    try:
+        if options["prompts"] is not None:
+            options["prompts"] = [line for line in options["prompts"].read_text("utf-8").splitlines() if line.strip()]
+            if not options["prompts"]:
+                raise ValueError("--prompts: the file has no line with text")
+        distill(**options)
+    except (ValueError, OSError) as error:
+        print(f"llm-distill: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("llm-distill: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    if not 0 < (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _shape(text: str) -> tuple[int, int]:
+    hidden, _, layers = text.partition("x")
+    return _positive(hidden), _positive(layers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
