@@ -310,4 +310,8 @@ def _warnings(report: Report, good: list[Sample], run: Run) -> list[str]:
         warnings.append(f"{odd} answers have another length than asked for: the server doesn't do ignore_eos")
     if report.client_cpu_share > 0.8:
         warnings.append("the client was busy most of the time: its own delays are in the latencies")
+    elif report.late_ms and report.e2e_ms and report.late_ms.p99 > 0.1 * report.e2e_ms.p50:
+        warnings.append(
+            f"one request in a hundred was sent {report.late_ms.p99:.0f} ms late: the client had no free core"
+        )
     return warnings

@@ -300,6 +300,7 @@ async def test_a_stall_shows_in_everything_scheduled_during_it(server: FakeServe
     assert report.e2e_ms.p90 >= 250 and report.ttft_ms.p90 >= 250
     if who == "client":
         assert report.late_ms.p90 >= 250
+        assert [warning for warning in report.warnings if "the client" in warning]
 
 
 async def test_numbers_equal_an_independent_count(server: FakeServer) -> None:
