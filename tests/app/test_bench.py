@@ -540,7 +540,10 @@ def test_html_report() -> None:
     assert "Compared" in both and "Compared" not in single
 
 
-def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # nothing is wrapped
     file = tmp_path / "report.json"
     options = ["--base-url", server.url, "--api-key", "secret-key", "--output-tokens", "8", "--output", str(file)]
     server.behave = lambda n: "no usage" if n == 3 else "ok"
