@@ -46,7 +46,11 @@ class Cluster:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
-        self.call("start", folder=self.folder, port=port, **options)
+        try:
+            self.call("start", folder=self.folder, port=port, **options)
+        except BaseException:
+            self.close()
+            raise
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those of Ray's below the driver with this in their command line."""

@@ -6,14 +6,16 @@ Reads one JSON command a line, [name, arguments], and answers each with a line {
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 APP = "test"
 
@@ -26,7 +28,7 @@ class Driver:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def start(self, folder: str, port: int, nodes: int = 0) -> None:
-        """Starts Ray: one node, or a head for the proxy and so many nodes for three engines or drafts each."""
+        """Starts Ray: one node, or a head for the proxy and so many others."""
         from app.cli import local_environment
 
         os.environ.update(local_environment(Path(folder), {}))
@@ -35,6 +37,7 @@ class Driver:
         import ray
         from ray import serve
 
+        ray._private.services.get_node = _patient(ray._private.services.get_node)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         temp_dir = str(Path(folder) / "ray")
         if nodes:
@@ -44,7 +47,7 @@ class Driver:
             head = {"num_cpus": 0, "resources": {"head": 1000}, "include_dashboard": False, "temp_dir": temp_dir}
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
             for _ in range(nodes):
-                self._add_node()
+                self.add_node()
             ray.init(address=self.cluster.address, **quiet)
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
             return
@@ -63,34 +66,34 @@ class Driver:
             app = type(app)(app._bound_deployment.options(ray_actor_options=where))
         _run(app, name=APP, route_prefix="/", _blocking=wait)
 
-    def lose_node(self, number: int) -> None:
-        """One of the nodes but the head is gone, and a new one comes."""
-        self.cluster.remove_node(self._node(number), allow_graceful=False)
-        self._add_node()
+    def nodes(self) -> list[str]:
+        """Names of all but the head."""
+        return [node.unique_id for node in self.cluster.worker_nodes]
 
-    def drain_node(self, number: int, notice: float) -> None:
-        """The same, but a new one comes first, and Ray is told to drain the old one so many seconds before its end."""
+    def node_of(self, pid: int) -> str:
+        """The name of the node that a process of a replica belongs to."""
+        raylet = psutil.Process(pid).ppid()
+        nodes = self.cluster.worker_nodes
+        return next(node.unique_id for node in nodes if node.all_processes["raylet"][0].process.pid == raylet)
+
+    def lose_node(self, node: str) -> None:
+        self.cluster.remove_node(self._node(node), allow_graceful=False)
+
+    def drain_node(self, node: str, notice: float) -> None:
+        """Ray is told that the node will be lost in so many seconds."""
         import ray
 
-        node = self._node(number)
-        self._add_node()
         preemption, deadline = 2, int((time.time() + notice) * 1000)
         gcs = ray._raylet.GcsClient(address=self.cluster.address)
-        accepted, message = gcs.drain_node(node.node_id, preemption, "it is wanted elsewhere", deadline)
+        accepted, why = gcs.drain_node(self._node(node).node_id, preemption, "it is wanted elsewhere", deadline)
         if not accepted:
-            raise RuntimeError(message)
-        time.sleep(notice)
-        self.cluster.remove_node(node, allow_graceful=False)
+            raise RuntimeError(why)
 
-    def _node(self, number: int) -> Any:
-        nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.unique_id)
-        return nodes[number % len(nodes)]
+    def _node(self, name: str) -> Any:
+        return next(node for node in self.cluster.worker_nodes if node.unique_id == name)
 
-    def _add_node(self) -> None:
-        for _ in range(3):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
-            with contextlib.suppress(Exception):
-                self.cluster.add_node(num_cpus=3, resources={"other": 1000})
-                return
+    def add_node(self) -> None:
+        """Room for three engines or drafts."""
         self.cluster.add_node(num_cpus=3, resources={"other": 1000})
 
     def delete(self) -> None:
@@ -116,6 +119,22 @@ class Driver:
 
         answers = asyncio.run_coroutine_threadsafe(ask(), self.loop).result()
         return [{name: value for name, value in answer.items() if name != "metrics"} for answer in answers]
+
+
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Ray gives a node 30 seconds to start, which a busy machine may exceed."""
+
+    def asked_again(*args: Any) -> Any:
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    return asked_again
 
 
 def main() -> None:
