@@ -3,8 +3,9 @@
     python -m benchmarks.speculation           # minutes; --quick for a trial
 
 The first part decodes random prompts with a draft of random weights, left to `auto`, and with n-gram lookup: in the
-engine's process, and in a process of its own on the same cores. The second has the demo model answer chats one at a
-time, extractive ones and others, with n-gram lookup. The third compares the simulator with the engine.
+engine's process, and in a process of its own on the same cores. The second has the demo model answer chats, extractive
+ones and others, with n-gram lookup and, with `--draft`, with that draft. The third compares the simulator with the
+engine.
 
 Every round runs every way once, in random order; a ratio is that of a round, speculation over none, and what is told of
 the rounds is the median and the range. `cpu` is the same ratio in CPU time of both processes, which others on the
@@ -14,6 +15,7 @@ machine disturb less.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -89,6 +91,10 @@ OTHER = (
     "Explain to a child why the sky is blue.",
     "What should I think about before I buy a used bicycle?",
     "Give me five ideas for a birthday party in winter.",
+    "How do I ask my manager for a day off?",
+    "Write a Python function that counts the vowels in a string.",
+    "What is the difference between weather and climate?",
+    "Plan a week of simple dinners for two people.",
 )
 
 
@@ -101,6 +107,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--ways", nargs="+", default=list(WAYS[1:]), choices=WAYS[1:], help="of the first part")
+    parser.add_argument("--draft", help="a draft model for the chats")
+    parser.add_argument("--chats", type=int, nargs="+", default=[1], help="chats at a time")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--sleep", type=float, default=0.06, help="seconds of a forward of the target that sleeps")
     parser.add_argument("--quick", action="store_true", help="few, short rounds, to see that it runs")
@@ -149,8 +157,8 @@ def draft_elsewhere(vocab_size: int, rows: int, max_seq_len: int) -> Iterator[tu
         process.join(timeout=30)
 
 
-def drain(engine: ContinuousBatchingEngine, requests: list[GenerationRequest]) -> int:
-    """Run requests to their ends; returns the number of their tokens."""
+def drain(engine: ContinuousBatchingEngine, requests: list[GenerationRequest]) -> list[list[int]]:
+    """Run requests to their ends; returns their tokens."""
     for request in requests:
         engine.add_request(request)
     while engine.scheduler.has_pending_work:
@@ -158,7 +166,7 @@ def drain(engine: ContinuousBatchingEngine, requests: list[GenerationRequest]) -
     engine.pool.clear_cache()
     results = [engine.result(request.request_id) for request in requests]
     assert all(result is not None and result.error is None for result in results)
-    return sum(len(result.token_ids) for result in results if result is not None)
+    return [result.token_ids for result in results if result is not None]
 
 
 class Clock:
@@ -180,6 +188,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Paired runs; the first engine is what the others are compared with."""
     runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in engines}
+    said: dict[str, list[list[int]]] = {name: [] for name in engines}
     before = {name: (engine.speculation_stats(), engine.stats()) for name, engine in engines.items()}
     for _ in range(rounds):
         requests = make()
@@ -187,9 +196,10 @@ def compare(
             fresh = [GenerationRequest(**request.model_dump(exclude={"request_id"})) for request in requests]
             clock = Clock(others.get(name))
             wall, cpu = clock()
-            tokens = drain(engines[name], fresh)
+            texts = drain(engines[name], fresh)
             after = clock()
-            runs[name].append((after[0] - wall, after[1] - cpu, tokens))
+            runs[name].append((after[0] - wall, after[1] - cpu, sum(map(len, texts))))
+            said[name] += texts
     base = next(iter(engines))
     figures = {}
     for name, engine in engines.items():
@@ -211,6 +221,8 @@ def compare(
                 ]
                 figure[key] = round(statistics.median(ratios), 3)
                 figure[f"{key}_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+            same = [ours == plain for ours, plain in zip(said[name], said[base], strict=True)]
+            figure["same_text"] = f"{sum(same)} of {len(same)}"
         figures[name] = figure
     return figures
 
@@ -254,18 +266,22 @@ def useless(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
 
 
 def chats(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
-    """One chat at a time, greedy."""
+    """Greedy answers, `--chats` at a time."""
     tokenizer = load_tokenizer(args.model)
-    options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": 1024, "dtype": torch.bfloat16}
-    engines = {
-        name: ContinuousBatchingEngine(model, tokenizer, **options, speculation=name) for name in ("off", "ngram")
-    }
+    options: dict[str, Any] = {"max_seq_len": 1024, "dtype": torch.bfloat16}
+    ways: dict[str, dict[str, Any]] = {"off": {}, "ngram": {"speculation": "ngram"}}
+    if args.draft is not None:
+        ways["draft"] = {"speculation": "draft", "draft_model": load_model(args.draft)}
     prompts = {
         "extractive": [ask.format(text) for ask in EXTRACTIVE for text in TEXTS[: 1 if args.quick else 3]],
         "other": list(OTHER[: 1 if args.quick else None]),
     }
     figures = {}
-    for kind, asks in prompts.items():
+    for count, (kind, asks) in itertools.product(args.chats, prompts.items()):
+        engines = {
+            name: ContinuousBatchingEngine(model, tokenizer, max_batch_size=count, **options, **more)
+            for name, more in ways.items()
+        }
 
         def make(asks: list[str] = asks) -> list[GenerationRequest]:
             return [
@@ -278,9 +294,9 @@ def chats(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
             ]
 
         for engine in engines.values():
-            drain(engine, make()[:1])
-        figures[kind] = compare(engines, {}, make, args.rounds)
-        show(f"chats one at a time, {kind}", figures[kind])
+            drain(engine, make()[:count])
+        figures[f"{kind}, {count} at a time"] = compare(engines, {}, make, args.rounds)
+        show(f"chats, {kind}, {count} at a time", figures[f"{kind}, {count} at a time"])
     return figures
 
 
@@ -404,9 +420,10 @@ def sleeping(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def show(title: str, figures: dict[str, dict[str, Any]]) -> None:
     keys = ("tokens_per_second", "ratio", "ratio_range", "cpu", "cpu_range", "tokens_a_step", "drafted_per_token")
-    table = Table(*["", *keys, "acceptance"], title=title)
+    keys += ("acceptance", "same_text")
+    table = Table("", *keys, title=title)
     for name, figure in figures.items():
-        table.add_row(name, *(str(figure.get(key, "")) for key in (*keys, "acceptance")))
+        table.add_row(name, *(str(figure.get(key, "")) for key in keys))
     Console(width=150).print(table)
 
 

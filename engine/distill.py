@@ -122,7 +122,7 @@ def likeliest(model: CausalLM, tokens: Tensor, vocab_size: int) -> tuple[Tensor,
     """The model's TOP candidates after each of tokens [N]: ids int32 [N, TOP] and logits float16."""
     hidden = model.hidden_states(tokens.to(model.device), PackedBatch.uncached(1, len(tokens), model.device))
     count = min(TOP, vocab_size)
-    blocks = [model.logits(block)[:, :vocab_size].float().topk(count, dim=-1) for block in hidden.split(256)]
+    blocks = [model.logits(block)[:, :vocab_size].topk(count, dim=-1) for block in hidden.split(256)]
     ids, logits = torch.cat([b.indices for b in blocks]), torch.cat([b.values for b in blocks])
     return ids.to("cpu", torch.int32), logits.to("cpu", torch.float16)
 
@@ -463,12 +463,12 @@ def distill(
             report["drafts"][name] = {"costs": asdict(measure(target, attention))}
         half = target.dtype != torch.float32
         trainers[name] = Trainer(draft, learned, judged, plan, folder / f"{name}.pt", half)
+        report["drafts"][name]["history"] = trainers[name].history
 
     def train(name: str, until: int) -> float:
-        entry, trainer = report["drafts"][name], trainers[name]
+        trainer = trainers[name]
 
         def watch(point: dict[str, float]) -> None:
-            entry["history"] = trainer.history
             _write_json(report_file, report)
             _save(trainer.draft, target, output, tokenizer)
             tqdm.write(
@@ -477,7 +477,7 @@ def distill(
                 f"{point['gamma']})  CPU {point['cpu_seconds']:.0f} s"
             )
 
-        trainer.train(until, Costs(**entry["costs"]), watch)
+        trainer.train(until, Costs(**report["drafts"][name]["costs"]), watch)
         return trainer.history[0]["speed_up"]
 
     if len(shapes) > 1:
