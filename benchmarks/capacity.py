@@ -35,13 +35,10 @@ STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "+ continuous batching": (256, {"depth": 0}),
     "+ prefix cache": (32, {"depth": 0}),
     "+ next step launched ahead": (32, {}),
-    "+ 4 Routers": (32, {"routers": 4}),
-    "+ 2 engines": (32, {"routers": 4, "engines": 2}),
-    "+ 4 engines": (32, {"routers": 4, "engines": 4}),
-    "and 4 drafted tokens a step, 0.8 of which stand": (
-        32,
-        {"routers": 4, "engines": 4, "gamma": 4, "acceptance": 0.8},
-    ),
+    "+ 8 Routers": (32, {"routers": 8}),
+    "+ 4 drafted tokens a step, 0.8 of which stand": (32, {"routers": 8, "gamma": 4, "acceptance": 0.8}),
+    "without drafts, 2 engines": (32, {"routers": 8, "engines": 2}),
+    "without drafts, 4 engines": (32, {"routers": 8, "engines": 4}),
 }
 """Tokens of the prompt that are computed, and the service."""
 
@@ -265,7 +262,7 @@ def exercise_on_h200(costs: Costs) -> dict[str, dict[str, float]]:
         found[model] = {}
         for stage, (prompt, options) in STAGES.items():
             service = replace(Service(*times, cores=16, rows=256), **options)
-            found[model][stage] = best_rate(costs, service, Request(prompt, 16), 0.2)
+            found[model][stage] = best_rate(costs, service, Request(prompt, 16), 0.2, 2000, 0.05)
             print(f"{model:5} {stage:48} {found[model][stage]:8.1f} requests/s", flush=True)
     return found
 

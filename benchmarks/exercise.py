@@ -5,8 +5,9 @@
 `llm-serve` runs with a forward that sleeps for as long as an 8B model is predicted to take on an H200 (RESULTS.md), all
 else being real, and `llm-bench --find-rate` looks for the rate; features are switched on one after the other. What the
 processes cost is measured first, under closed loops, and given to capacity.py, whose predictions stand beside what was
-found. Client and server share the cores, less what other processes of the machine used in the meantime. Where that is
-much, --slower 4 makes the forward and the bound four times as long, so that waiting for a core weighs a quarter.
+found: the most that 64 clients get, and the rate that keeps the bound. Client and server share the cores, less what
+others on the machine use in the meantime. Where that is much, --slower 4 makes the forward and the bound four times as
+long, so that waiting for a core weighs a quarter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -68,7 +69,7 @@ def closed_loop(url: str, clients: int, output: int, requests: int, part: int) -
     run = Run(Target(url, "sleeping", stream=False, ignore_eos=True), load)
     asyncio.run(run.run())
     report = Report.of(run, started=datetime.now(UTC), options={})
-    if report.failed or report.warnings:
+    if report.failed or not report.output_tokens or report.output_tokens.min != output:
         raise SystemExit(f"this measures nothing: {report.failures} {report.warnings}")
     return report
 
@@ -112,50 +113,64 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / TICKS
 
 
+def watch(pid: int) -> Callable[[float], float]:
+    """Called later, with the CPU seconds of the client: the cores that others have used since."""
+    begin, ours, everything = time.monotonic(), cpu_seconds(pid), busy_seconds()
+
+    def others(client: float) -> float:
+        used = sum(difference(cpu_seconds(pid), ours).values()) + client
+        return (busy_seconds() - everything - used) / (time.monotonic() - begin)
+
+    return others
+
+
 def find(options: list[str], requests: int, slower: float) -> dict[str, Any]:
-    """What llm-bench finds, and the cores that others used meanwhile."""
+    """The most that 64 clients get, and the rate that llm-bench finds; the cores that others used meanwhile."""
     with serving(options, slower) as (url, pid, counts), tempfile.TemporaryDirectory() as folder:
+        closed_loop(url, 4, 16, 40, 0)
+        others = watch(pid)
+        report = closed_loop(url, 64, 16, 4 * requests, 1000)
+        found: dict[str, Any] = {"saturated": report.requests_per_second}
+        found["saturated_others_cores"] = others(4 * requests * report.client_cpu_ms / 1e3)
         mix, output = Path(folder) / "mix", Path(folder) / "report.json"
         mix.write_text(json.dumps(KIND))
-        closed_loop(url, 4, 16, 40, 0)
-        before, begin = counts.copy(), time.monotonic()
-        ours, all_of_it = cpu_seconds(pid), busy_seconds()
-        command = [
-            Path(sys.executable).with_name("llm-bench"),
-            "--base-url",
-            url,
-            "--find-rate",
-            f"e2e={slower * BOUND_MS:g}",
-        ]
-        command += ["--requests", str(requests), "--mix", mix, "--no-stream", "--ignore-eos", "--output", output]
-        client = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run = subprocess.run(command)
-        client_now = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used = sum(difference(cpu_seconds(pid), ours).values())
-        used += client_now.ru_utime + client_now.ru_stime - client.ru_utime - client.ru_stime
-        others = (busy_seconds() - all_of_it - used) / (time.monotonic() - begin)
+        command = [Path(sys.executable).with_name("llm-bench"), "--base-url", url, "--mix", mix, "--output", output]
+        command += ["--find-rate", f"e2e={slower * BOUND_MS:g}", "--requests", str(requests)]
+        before, others, client = counts.copy(), watch(pid), resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run([*command, "--no-stream", "--ignore-eos"])
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found["others_cores"] = others(now.ru_utime + now.ru_stime - client.ru_utime - client.ru_stime)
         if run.returncode:
-            return {"rate": 0.0, "others_cores": others}  # none is low enough
+            return found | {"rate": 0.0}  # none is low enough
         report = Report.model_validate_json(output.read_bytes())
         steps, tokens = (counts - before).tolist()
     assert report.e2e_ms and report.cached_tokens
-    return {
+    return found | {
         "rate": max(probe.rate for probe in report.search if probe.is_kept),
         "p50_ms": report.e2e_ms.p50,
         "p99_ms": report.e2e_ms.p99,
-        "others_cores": others,
         "cached_tokens": report.cached_tokens.mean,
         "tokens_a_step": tokens / steps,
         "search": [probe.model_dump() for probe in report.search],
     }
 
 
-def predict(costs: Costs, service: Service, prompt: int, requests: int, slower: float) -> dict[str, float]:
+def predict(
+    costs: Costs, measured: dict[str, Any], service: Service, prompt: int, requests: int, slower: float
+) -> dict[str, float]:
+    """The same, by the capacity model, with the cores that others left."""
+
+    def left(others: float) -> Costs:
+        return replace(costs, idle=min(costs.idle + others, 0.9 * service.cores))
+
     times = {name: slower * getattr(service, name) for name in ("step", "row", "token")}
     service, request = replace(service, **times), Request(prompt, KIND["output_tokens"])
+    together = simulate(left(measured["saturated_others_cores"]), service, request, 1e6, 1000)
+    costs = left(measured["others_cores"])
+    requests = max(requests, round(10 * measured["rate"]))  # as llm-bench does
     rate = best_rate(costs, service, request, slower * BOUND_MS / 1e3, requests)
     p50, p99 = np.percentile(simulate(costs, service, request, rate), (50, 99)) * 1e3 if rate else (0.0, 0.0)
-    return {"rate": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
+    return {"saturated": 1000 / max(together), "rate": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
 
 
 def main() -> None:
@@ -172,9 +187,7 @@ def main() -> None:
     for name, (options, service, prompt) in CONFIGS.items():
         requests = given.requests if service.rows > 1 else given.requests // 6
         measured = find(options, requests, given.slower)
-        left = replace(costs, idle=min(costs.idle + measured["others_cores"], 0.9 * service.cores))
-        requests = max(requests, round(10 * measured["rate"]))  # as llm-bench does
-        predicted = predict(left, service, prompt, requests, given.slower)
+        predicted = predict(costs, measured, service, prompt, requests, given.slower)
         rows[name] = {"options": options, "predicted": predicted, "measured": measured}
         print(name, {key: rows[name][key] for key in ("predicted", "measured")}, flush=True)
         result = {
