@@ -185,3 +185,32 @@ async def test_the_same_streams() -> None:
         scores = sum(_texts(expected, logprobs)[index], [])
         assert len(scores) == 60
         assert sum(_texts(got, logprobs)[index], []) == pytest.approx(scores, abs=1e-4)
+
+
+def _said(events: list[dict[str, Any]]) -> dict[Any, str]:
+    """All that a stream's events say, by choice and by call."""
+    found: dict[Any, str] = {}
+    for event in events:
+        assert "error" not in event
+        for choice in event["choices"]:
+            said = choice.get("delta", choice)
+            parts = [("text", said.get("text") or said.get("content")), ("end", choice["finish_reason"])]
+            for call in said.get("tool_calls") or []:
+                function = call["function"]
+                parts.append((call["index"], (function.get("name") or "") + (function.get("arguments") or "")))
+            for where, part in parts:
+                found[choice["index"], where] = found.get((choice["index"], where), "") + (part or "")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["chat", "grammar", "regex", "tool", "stop"])
+async def test_the_same_when_streamed(kind: str) -> None:
+    path, body = REQUESTS[kind]
+    async with service() as (engines, client):
+        expected, done = await answer(client, path, {**body, "stream": True})
+        kill = asyncio.create_task(killed_on_the_way(engines, 20))
+        got, done_again = await answer(client, path, {**body, "stream": True})
+        await kill
+    assert done == done_again == 1
+    assert _said(got) == _said(expected)
+    assert _said(expected)[0, "end"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +91,42 @@ async def test_a_client_that_leaves_frees_its_sequence(deploy: Callable[..., Dep
     after = app.snapshots()[0]["engine"]
     assert after["aborted_requests"] - before["aborted_requests"] == 4
     assert after["generated_tokens"] - before["generated_tokens"] < 4 * 8000
+
+
+def test_a_reader_that_stops_holds_nobody_back_and_is_cut_off(deploy: Callable[..., Deployed]) -> None:
+    """After app.ingress.WRITE_SECONDS, once what the sockets and HAProxy hold is full."""
+    app = deploy(max_batch_size=16, max_model_len=2048)
+
+    def ask() -> str:
+        answer = httpx.post(f"{app.url}/v1/completions", json={**body(1, 20), "stream": False}, timeout=60)
+        return str(answer.json()["choices"][0]["text"])
+
+    expected = ask()
+    request = {"messages": [{"role": "user", "content": "much"}], "max_tokens": 1500, "n": 8, "ignore_eos": True}
+    data = json.dumps({**request, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()  # some 28 MB
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", httpx.URL(app.url).port))
+        reader.sendall(head.encode() + data)
+        received = reader.recv(1000)
+        assert received.startswith(b"HTTP/1.1 200 ")
+
+        def is_cut_off() -> bool:
+            assert ask() == expected
+            page = httpx.get(f"{app.url}/metrics", timeout=60).text.splitlines()
+            cut = 'route="/v1/chat/completions",status="499"'
+            return any(line.startswith("llm_http_requests_total") and cut in line for line in page)
+
+        wait_until(is_cut_off, 150)
+        reader.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            while part := reader.recv(1 << 20):
+                received = received[-20:] + part
+    assert b"[DONE]" not in received
+    wait_for_whole_engines(app)
+    page = httpx.get(f"{app.url}/metrics").text.splitlines()
+    assert sum(float(line.split()[-1]) for line in page if line.startswith("llm_inflight_requests{")) == 0
 
 
 async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]) -> None:
