@@ -39,7 +39,7 @@ _ROWS = 256  # sequences at once
 _NEAR = 32  # tokens to read, beside those of others, that don't make an answer late
 _READ = 512  # tokens to read when nobody waits
 _HANDSHAKE = 5  # seconds
-_STOOD = 0.25  # of a sequence's proposals, averaged: below it going on ahead is in vain
+_STOOD = 0.1  # of a sequence's proposals, averaged: below it going on ahead is in vain
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class DraftServer:
         self._gamma[rows] = gammas
         self._stuck[rows] = False
         told = rows[counts > 0]
-        self._stood[told] += 0.3 * (stood[counts > 0] - self._stood[told])
+        self._stood[told] += 0.2 * (stood[counts > 0] - self._stood[told])
         return int(((gammas > 0) & (counts > 0) & (length[rows] >= self._ends(rows, 0))).sum())
 
     def _ends(self, rows: np.ndarray, ahead: int) -> np.ndarray:

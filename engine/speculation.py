@@ -198,8 +198,9 @@ class DraftChannel(Protocol):
 class RemoteProposer:
     """A draft somewhere else, which goes on while the target verifies.
 
-    At most one message is unanswered. A proposal counts as long as the tokens committed since agree with its first
-    ones, however late it comes; others are dropped. A draft that is late is not waited for until it has answered.
+    At most two messages are unanswered: while one is worked on, the next may contradict it. A proposal counts as long
+    as the tokens committed since agree with its first ones, however late it comes; others are dropped. A draft that is
+    later than it usually is isn't waited for until it has answered.
     """
 
     def __init__(self, channel: DraftChannel, table: SequenceTable, max_gamma: int = MAX_GAMMA) -> None:
@@ -215,10 +216,15 @@ class RemoteProposer:
         self._count = np.zeros(rows, dtype=np.int64)
         self._guess = np.zeros((rows, width), dtype=np.int32)
         self._dropped: list[int] = []
-        self._step = 0
-        self._awaiting = self._lacked = self._up = False
+        self._step = self._answered = 0
+        self._lacked = self._up = False
         self._sent_at = self._retry_at = 0.0
         self._seconds = 0.0  # from a message to proposals that were not ready
+        self._timed = 0
+
+    @property
+    def _awaiting(self) -> bool:
+        return self._answered < self._step
 
     @property
     def up(self) -> bool:
@@ -231,7 +237,8 @@ class RemoteProposer:
             pass
         have = np.minimum(self._in_hand(rows, self.table.length[rows]), gammas)
         lacking = (have == 0) & (self._base[rows] >= 0)
-        if not self._awaiting and worth[lacking].sum() > self._seconds:
+        waited = time.perf_counter() - self._sent_at if self._awaiting else 0.0
+        if waited <= 2 * self._seconds and worth[lacking].sum() > self._seconds - waited:
             have[lacking] = gammas[lacking]
         return have
 
@@ -246,7 +253,7 @@ class RemoteProposer:
         self._forget(gone)
         while self._awaiting and self._receive(0.0):
             pass
-        if self._awaiting or time.perf_counter() < self._retry_at:
+        if self._step - self._answered > 1 or time.perf_counter() < self._retry_at:
             return
         known = table.known
         wanted = np.where((table.uid >= 0) & (known >= self._hold), wanted, 0)
@@ -275,12 +282,12 @@ class RemoteProposer:
         self._base[rows[wanted[rows] == 0]] = -1
         asked = rows[(wanted[rows] > 0) & (self._base[rows] >= 0)]
         self._lacked = bool(len(asked) and not self._in_hand(asked, known[asked]).all())
-        self._awaiting, self._sent_at = True, time.perf_counter()
+        self._sent_at = time.perf_counter()
 
     def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
         known = self.table.known[rows]
         have = self._in_hand(rows, known)
-        deadline = self._sent_at + worth[have == 0].sum()
+        deadline = time.perf_counter() + worth[have == 0].sum()
         while self._awaiting and not have.all() and self._receive(deadline - time.perf_counter()):
             have = self._in_hand(rows, known)
         places = np.arange(int(gammas.max(initial=0)))
@@ -328,10 +335,10 @@ class RemoteProposer:
 
     def _take(self, answer: DraftAnswer) -> None:
         self._up = True
-        if self._awaiting and answer.step == self._step:
-            self._awaiting = False
-            if self._lacked:
-                self._seconds += 0.1 * (time.perf_counter() - self._sent_at - self._seconds)
+        if self._awaiting and answer.step == self._step and self._lacked:
+            self._timed += 1
+            self._seconds += (time.perf_counter() - self._sent_at - self._seconds) / min(self._timed, 10)
+        self._answered = answer.step
         self.ready += answer.ready
         told = np.flatnonzero(self._told > 0)
         row_of = dict(zip(self._uid[told].tolist(), told.tolist(), strict=True))
@@ -380,7 +387,7 @@ class RemoteProposer:
         self._forget(np.arange(len(self._uid)))
         self._dropped = []
         self.losses += self._up
-        self._awaiting = self._up = False
+        self._answered, self._up = self._step, False
         self._retry_at = time.perf_counter() + _RETRY
 
 

@@ -231,7 +231,7 @@ def test_a_draft_that_is_always_late_stops_also_for_new_sequences() -> None:
             engine.step()
         forwards.append(draft.forwards - before)
     assert engine.speculation_stats().drafted == 0
-    assert sum(forwards[1:]) < 0.6 * forwards[0]
+    assert sum(forwards[2:]) < 0.1 * sum(forwards[:2])
 
 
 def test_a_draft_that_gets_good_is_used_again() -> None:
@@ -377,7 +377,7 @@ def test_who_listens_and_says_nothing_is_no_draft(monkeypatch: pytest.MonkeyPatc
         SocketChannel().connect(silent.getsockname(), b"key", "engine", VOCABULARY)
 
 
-def test_a_draft_that_hangs_is_waited_for_once() -> None:
+def test_a_draft_that_hangs_is_hardly_waited_for() -> None:
     """SIGSTOP, as the engine sees it: its messages go nowhere, and it doesn't wait for their answers."""
 
     class Hung(Here):
@@ -402,10 +402,11 @@ def test_a_draft_that_hangs_is_waited_for_once() -> None:
     channel.hangs, waits, messages = True, channel.waits, len(channel.messages)
     for _ in range(20):
         engine.step()
-    assert channel.waits - waits <= 1 and len(channel.messages) - messages == 1
+    assert channel.waits - waits <= 2 and len(channel.messages) - messages == 2
     drafted = engine.speculation_stats().drafted
     channel.hangs = False
-    channel.draft.put(channel.name, channel.messages[-1], 0.0)  # it reads what has come meanwhile
+    for message in channel.messages[messages:]:  # it reads what has come meanwhile
+        channel.draft.put(channel.name, message, 0.0)
     channel._collect()
     while engine.scheduler.has_pending_work:
         engine.step()
