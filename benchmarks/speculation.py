@@ -109,6 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", default=list(WAYS[1:]), choices=WAYS[1:], help="of the first part")
     parser.add_argument("--draft", help="a draft model for the chats")
     parser.add_argument("--chats", type=int, nargs="+", default=[1], help="chats at a time")
+    parser.add_argument("--prompts", type=int, help="of a kind of chats at most")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--sleep", type=float, default=0.06, help="seconds of a forward of the target that sleeps")
     parser.add_argument("--quick", action="store_true", help="few, short rounds, to see that it runs")
@@ -283,7 +284,7 @@ def chats(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
             for name, more in ways.items()
         }
 
-        def make(asks: list[str] = asks) -> list[GenerationRequest]:
+        def make(asks: list[str] = asks[: args.prompts]) -> list[GenerationRequest]:
             return [
                 GenerationRequest(
                     prompt_ids=tokenizer.encode_chat([{"role": "user", "content": ask}]),

@@ -298,7 +298,8 @@ class Costs:
 
 
 def measure(target: CausalLM, config: DecoderConfig, rounds: int = 12) -> Costs:
-    """What steps of one sequence take, as an engine runs them: the least of some, as others may use the machine."""
+    """What steps of one sequence take, as an engine runs them: the least of some, on a CPU in the time that they had it,
+    as others may use the machine."""
     draft = DecoderModel.from_config(config).to(target.device, target.dtype).eval()
     steps, draft_steps = _stepper(target), _stepper(draft)
     times = [(steps(1), steps(1 + MAX_GAMMA), *(draft_steps(1) for _ in range(4))) for _ in range(rounds)]
@@ -313,12 +314,13 @@ def _stepper(model: CausalLM, length: int = 128) -> Callable[[int], float]:
     sampling.set(0, SamplingParams(temperature=0.7), 0, 1, [], [])
     drafter = Drafter(model, table, sampling, Vocabulary(model.vocab_size, None))
     row = np.zeros(1, dtype=np.int64)
+    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
 
     def seconds(count: int) -> float:
         drafter.rewind(row, row + length)
-        start = time.perf_counter()
+        start = clock()
         drafter.advance(row, row + length + count)
-        return time.perf_counter() - start
+        return clock() - start
 
     table.uid[0] = 0
     seconds(0)
@@ -552,9 +554,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="the target: a Hugging Face folder, a hub id or a .gguf file")
     add("--output", required=True, type=Path, help="the draft's folder; what is needed to go on is in training/ there")
     add("--prompts", type=Path, help="a text file, a question a line; without it the target makes questions up")
-    add("--conversations", type=_positive, default=1536, help="that the target writes")
+    add("--conversations", type=_positive, default=768, help="that the target writes")
     add("--answer", type=_positive, default=256, help="tokens of an answer at most")
-    add("--steps", type=_positive, default=6000, help="of training at most")
+    add("--steps", type=_positive, default=2000, help="of training at most")
     add("--batch-size", type=_positive, default=8, help="conversations a step")
     add("--learning-rate", type=_rate, default=2e-3)
     add("--shapes", type=_shape, nargs="+", metavar="HIDDENxLAYERS", help="to choose from (default: by the target's)")
