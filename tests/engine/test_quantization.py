@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -134,12 +135,27 @@ def test_loss_in_logits(kind: str, most: float) -> None:
     assert most / 20 < loss < most
 
 
+@pytest.fixture(scope="module")
+def surprise(smollm2: Path) -> float:
+    return mean_surprise(LLM(smollm2, max_model_len=128, max_num_seqs=2))
+
+
+def mean_surprise(llm: LLM) -> float:
+    """Nats a token."""
+    text = (
+        "The capital of France is Paris. It lies on the river Seine, and more than two million people live there. Water "
+        "boils at one hundred degrees Celsius. The Earth goes round the Sun once a year, and the Moon round the Earth."
+    )
+    (answer,) = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    places = answer.outputs[0].prompt_logprobs
+    assert places is not None
+    return -statistics.mean(place.logprob for place in places if place is not None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_real_model_still_knows(smollm2: Path, kind: str) -> None:
+def test_the_real_model_still_knows(smollm2: Path, surprise: float, kind: str) -> None:
     llm = LLM(smollm2, quantization=kind, max_model_len=128, max_num_seqs=2)
-    params = SamplingParams(temperature=0, max_tokens=12)
-    (answer,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params, use_tqdm=False)
-    assert "Paris" in answer.outputs[0].text
+    assert abs(mean_surprise(llm) - surprise) < 0.1 < surprise
     weights = sum(m.packed.nbytes for m in llm.backend.engine._runner.model.model.modules() if hasattr(m, "packed"))
     assert weights < {"int8": 107e6, "int4": 54e6}[kind]  # bf16: 212 MB
 
