@@ -298,8 +298,8 @@ class Costs:
 
 
 def measure(target: CausalLM, config: DecoderConfig, rounds: int = 12) -> Costs:
-    """What steps of one sequence take, as an engine runs them: the least of some, on a CPU in the time that they had it,
-    as others may use the machine."""
+    """What steps of one sequence take, as an engine runs them: the least of some, and CPU time on a CPU, as others may
+    use the machine."""
     draft = DecoderModel.from_config(config).to(target.device, target.dtype).eval()
     steps, draft_steps = _stepper(target), _stepper(draft)
     times = [(steps(1), steps(1 + MAX_GAMMA), *(draft_steps(1) for _ in range(4))) for _ in range(rounds)]
