@@ -7,7 +7,7 @@ else being real, and `llm-bench --find-rate` looks for the rate; features are sw
 processes cost is measured first, under closed loops, and given to capacity.py, whose predictions stand beside what was
 found: the most that 64 clients get, and the rate that keeps the bound. Client and server share the cores, less what
 others on the machine use in the meantime. Where that is much, --slower 4 makes the forward and the bound four times as
-long, so that waiting for a core weighs a quarter.
+long, so that waiting for a core weighs a quarter; --no-search leaves the bound out: no p99 survives a busy machine.
 """
 
 from __future__ import annotations
@@ -124,14 +124,16 @@ def watch(pid: int) -> Callable[[float], float]:
     return others
 
 
-def find(options: list[str], requests: int, slower: float) -> dict[str, Any]:
+def find(options: list[str], requests: int, slower: float, search: bool) -> dict[str, Any]:
     """The most that 64 clients get, and the rate that llm-bench finds; the cores that others used meanwhile."""
     with serving(options, slower) as (url, pid, counts), tempfile.TemporaryDirectory() as folder:
         closed_loop(url, 4, 16, 40, 0)
         others = watch(pid)
         report = closed_loop(url, 64, 16, 4 * requests, 1000)
         found: dict[str, Any] = {"saturated": report.requests_per_second}
-        found["saturated_others_cores"] = others(4 * requests * report.client_cpu_ms / 1e3)
+        found["others_cores"] = others(4 * requests * report.client_cpu_ms / 1e3)
+        if not search:
+            return found
         mix, output = Path(folder) / "mix", Path(folder) / "report.json"
         mix.write_text(json.dumps(KIND))
         command = [Path(sys.executable).with_name("llm-bench"), "--base-url", url, "--mix", mix, "--output", output]
@@ -139,7 +141,7 @@ def find(options: list[str], requests: int, slower: float) -> dict[str, Any]:
         before, others, client = counts.copy(), watch(pid), resource.getrusage(resource.RUSAGE_CHILDREN)
         run = subprocess.run([*command, "--no-stream", "--ignore-eos"])
         now = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found["others_cores"] = others(now.ru_utime + now.ru_stime - client.ru_utime - client.ru_stime)
+        found["search_others_cores"] = others(now.ru_utime + now.ru_stime - client.ru_utime - client.ru_stime)
         if run.returncode:
             return found | {"rate": 0.0}  # none is low enough
         report = Report.model_validate_json(output.read_bytes())
@@ -165,9 +167,9 @@ def predict(
 
     times = {name: slower * getattr(service, name) for name in ("step", "row", "token")}
     service, request = replace(service, **times), Request(prompt, KIND["output_tokens"])
-    together = simulate(left(measured["saturated_others_cores"]), service, request, 1e6, 1000)
-    costs = left(measured["others_cores"])
-    requests = max(requests, round(10 * measured["rate"]))  # as llm-bench does
+    together = simulate(left(measured["others_cores"]), service, request, 1e6, 1000)
+    costs = left(measured.get("search_others_cores", 0.0))
+    requests = max(requests, round(10 * measured.get("rate", 0.0)))  # as llm-bench does
     rate = best_rate(costs, service, request, slower * BOUND_MS / 1e3, requests)
     p50, p99 = np.percentile(simulate(costs, service, request, rate), (50, 99)) * 1e3 if rate else (0.0, 0.0)
     return {"saturated": 1000 / max(together), "rate": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of the calibration (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=300, help="a rate, at least (default: %(default)s)")
     parser.add_argument("--slower", type=float, default=1.0, help="times, forward and bound (default: %(default)g)")
+    parser.add_argument("--no-search", dest="search", action="store_false", help="measure saturation only")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     about = machine()
@@ -186,7 +189,7 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name, (options, service, prompt) in CONFIGS.items():
         requests = given.requests if service.rows > 1 else given.requests // 6
-        measured = find(options, requests, given.slower)
+        measured = find(options, requests, given.slower, given.search)
         predicted = predict(costs, measured, service, prompt, requests, given.slower)
         rows[name] = {"options": options, "predicted": predicted, "measured": measured}
         print(name, {key: rows[name][key] for key in ("predicted", "measured")}, flush=True)
