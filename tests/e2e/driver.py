@@ -6,12 +6,12 @@ Reads one JSON command a line, [name, arguments], and answers each with a line {
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ class Driver:
         import ray
         from ray import serve
 
-        ray._private.services.get_node = _patient(ray._private.services.get_node)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         temp_dir = str(Path(folder) / "ray")
         if nodes:
             from ray.cluster_utils import Cluster
 
             ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # it would be any Ray's on the machine
-            head = {"num_cpus": 0, "resources": {"head": 1000}, "include_dashboard": False, "temp_dir": temp_dir}
-            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+            ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("agents start faster without")
+            self.cluster = Cluster()
+            self._start_node(num_cpus=0, resources={"head": 1000}, include_dashboard=False, temp_dir=temp_dir)
             for _ in range(nodes):
                 self.add_node()
             ray.init(address=self.cluster.address, **quiet)
@@ -94,7 +94,14 @@ class Driver:
 
     def add_node(self) -> None:
         """Room for three engines or drafts."""
-        self.cluster.add_node(num_cpus=3, resources={"other": 1000})
+        self._start_node(num_cpus=3, resources={"other": 1000})
+
+    def _start_node(self, **options: Any) -> None:
+        for _ in range(3):  # Ray gives a node 15 seconds for its agents, which a busy machine may exceed
+            with contextlib.suppress(Exception):
+                self.cluster.add_node(**options)
+                return
+        self.cluster.add_node(**options)
 
     def delete(self) -> None:
         from ray import serve
@@ -119,22 +126,6 @@ class Driver:
 
         answers = asyncio.run_coroutine_threadsafe(ask(), self.loop).result()
         return [{name: value for name, value in answer.items() if name != "metrics"} for answer in answers]
-
-
-def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Ray gives a node 30 seconds to start, which a busy machine may exceed."""
-
-    def asked_again(*args: Any) -> Any:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                return get_node(*args)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-
-    return asked_again
 
 
 def main() -> None:
