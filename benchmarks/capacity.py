@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results" / "exercise.json"
-H200 = {"135M": (0.71e-3, 0.67e-6, 1.8e-6), "1B": (0.86e-3, 3.2e-6, 6.2e-6), "8B": (4.21e-3, 17e-6, 27e-6)}
+COSTS = RESULTS.with_name("capacity.json")
+H200 = {"1B": (0.86e-3, 3.2e-6, 6.2e-6), "8B": (4.21e-3, 17e-6, 27e-6)}
 """Seconds of a step, more for a row, more for a prompt's token: RESULTS.md, one H200."""
 HOST_ROW = 1.5e-6
 """CPU seconds a row and step in the engine where the device samples (host_time.json)."""
@@ -240,10 +241,12 @@ def simulate(
 def best_rate(
     costs: Costs, service: Service, request: Request, bound: float, requests: int = 4000, precision: float = 0.02
 ) -> float:
-    """The highest rate whose p99 is at most `bound` seconds in most runs of so many requests; 0 for none."""
+    """The highest rate whose p99 is at most `bound` seconds in most runs of so many requests, or of 10 s if these are
+    more; 0 for none."""
 
     def is_kept(rate: float) -> bool:
-        runs = (simulate(costs, service, request, rate, requests, seed) for seed in range(-(-4000 // requests)))
+        count = max(requests, round(10 * rate))
+        runs = (simulate(costs, service, request, rate, count, seed) for seed in range(-(-4000 // count)))
         return float(np.median([np.percentile(run, 99) for run in runs])) <= bound
 
     kept, missed = 0.0, 1.0
@@ -257,18 +260,19 @@ def best_rate(
 
 def exercise_on_h200(costs: Costs) -> dict[str, dict[str, float]]:
     """The highest rates, by model and stage, of 16 tokens within 200 ms on 16 cores. Drafts cost nothing here."""
-    costs, found = replace(costs, engine_row=HOST_ROW), {}
+    found: dict[str, dict[str, float]] = {}
     for model, times in H200.items():
         found[model] = {}
         for stage, (prompt, options) in STAGES.items():
             service = replace(Service(*times, cores=16, rows=256), **options)
-            found[model][stage] = best_rate(costs, service, Request(prompt, 16), 0.2, 2000, 0.05)
+            found[model][stage] = best_rate(costs, service, Request(prompt, 16), 0.2, precision=0.05)
             print(f"{model:5} {stage:48} {found[model][stage]:8.1f} requests/s", flush=True)
     return found
 
 
-def measured_costs() -> Costs:
-    return Costs(**json.loads(RESULTS.read_text())["costs"])
+def measured_costs(file: Path) -> Costs:
+    """Those of a service whose device samples."""
+    return replace(Costs(**json.loads(file.read_text())["costs"]), engine_row=HOST_ROW)
 
 
 def main() -> None:
@@ -282,11 +286,13 @@ def main() -> None:
     add("--p99-ms", type=float, default=200.0, help="bound on the whole answer (default: %(default)g)")
     for name, default in (("cores", 16), ("engines", 1), ("routers", 1), ("rows", 256), ("depth", 1), ("gamma", 0)):
         add(f"--{name}", type=int, default=default, help="default: %(default)s")
+    add("--costs", type=Path, default=COSTS, help="file whose `costs` are used (default: results/capacity.json)")
     add("--acceptance", type=float, default=0.8, help="of a drafted token, with --gamma (default: %(default)g)")
     given = parser.parse_args()
     if given.step_ms is None:
-        result = {"costs": asdict(measured_costs()), "requests_per_second": exercise_on_h200(measured_costs())}
-        RESULTS.with_name("capacity.json").write_text(json.dumps(result, indent=1) + "\n")
+        costs = measured_costs(given.costs)
+        result = {"costs": asdict(costs), "requests_per_second": exercise_on_h200(costs)}
+        COSTS.write_text(json.dumps(result, indent=1) + "\n")
         return
     service = Service(
         given.step_ms / 1e3,
@@ -295,7 +301,7 @@ def main() -> None:
         **{name: getattr(given, name) for name in ("cores", "engines", "routers", "rows", "depth", "gamma")},
         acceptance=given.acceptance,
     )
-    request, costs = Request(given.prompt, given.output), measured_costs()
+    request, costs = Request(given.prompt, given.output), measured_costs(given.costs)
     rate = best_rate(costs, service, request, given.p99_ms / 1e3)
     print(f"{rate:.0f} requests/s within {given.p99_ms:g} ms")
     for share in (0.5, 0.8, 1.0) if rate else ():
