@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import Deployed, wait_until
 
@@ -103,6 +104,7 @@ async def test_a_new_version_and_fewer_replicas_fail_no_request(deploy: Callable
     assert all(len(texts) == 1 for texts in load.texts.values())
 
 
+@pytest.mark.timeout(600)
 async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Deployed]) -> None:
     """And so do the drafts, one for each."""
     options = {"max_replicas": 2, "upscale_delay": 1, "downscale_delay": 2, "max_batch_size": 2, "max_model_len": 1024}
