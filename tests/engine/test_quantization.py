@@ -143,8 +143,8 @@ def surprise(smollm2: Path) -> float:
 def mean_surprise(llm: LLM) -> float:
     """Nats a token."""
     text = (
-        "The capital of France is Paris. It lies on the river Seine, and more than two million people live there. Water "
-        "boils at one hundred degrees Celsius. The Earth goes round the Sun once a year, and the Moon round the Earth."
+        "The capital of France is Paris. It lies on the river Seine, and more than two million people live there. "
+        "Water boils at one hundred degrees. The Earth goes round the Sun once a year, and the Moon round the Earth."
     )
     (answer,) = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     places = answer.outputs[0].prompt_logprobs
