@@ -530,8 +530,7 @@ def _corpus(
 
 
 def _save(draft: DecoderModel, target: DecoderModel, output: Path, tokenizer: HuggingFaceTokenizer) -> None:
-    config = replace(draft.config, attn_impl="mha")
-    copy = DecoderModel.from_config(config).to(dtype=target.dtype)
+    copy = DecoderModel.from_config(draft.config).to(dtype=target.dtype)
     copy.load_state_dict(draft.state_dict())
     copy.generation_config = target.generation_config
     save_pretrained(copy, output, tokenizer)

@@ -537,8 +537,7 @@ class Speculator:
         if not self._plain.known:
             return np.full(len(rows), self.fixed or 0), np.zeros(len(rows))
         gammas = np.arange(self.max_gamma + 1)
-        a = np.minimum(self._acceptance[rows], 0.98)[:, None]
-        expected = 1 + self._delivered[rows, None] * ((1 - a ** (gammas + 1)) / (1 - a) - 1)
+        expected = 1 + self._expected(rows[:, None], gammas)
         # as if every row drafted as many: the costs of a step are everybody's
         plain = self._plain(np.array([running]))
         verifying = (self._verifying if self._verifying.known else self._plain)(running * (1 + gammas))
@@ -552,13 +551,17 @@ class Speculator:
         worth = np.maximum(expected[np.arange(len(rows)), best] * plain - verifying[best], 0) / running
         return best, np.where(best > 0, worth, 0.0)
 
+    def _expected(self, rows: np.ndarray, gammas: np.ndarray) -> np.ndarray:
+        """How many of `gammas` drafted tokens of each row will stand."""
+        a = np.minimum(self._acceptance[rows], 0.98)
+        return self._delivered[rows] * ((1 - a ** (gammas + 1)) / (1 - a) - 1)
+
     def _affordable(self, rows: np.ndarray, gammas: np.ndarray) -> bool:
         """Whether a step with these drafts pays, or is expected to lose no more than there is to lose: a row that
         drafts alone has all the others wait for its verification."""
         if not self._verifying.known:
             return True
-        a = np.minimum(self._acceptance[rows], 0.98)
-        accepted = (self._delivered[rows] * ((1 - a ** (gammas + 1)) / (1 - a) - 1)).sum()
+        accepted = float(self._expected(rows, gammas).sum())
         loss = self._lost(len(rows), int(gammas.sum()), accepted, self._propose_seconds * int(gammas.max(initial=0)))
         return self._balance >= max(loss, 0.0)
 
