@@ -444,7 +444,7 @@ class Router:
 
         ValueError: it can never be served. Overloaded: try later. Unavailable: nothing is running. GenerationError.
         """
-        await self._wait_ready(self.config.heartbeat_timeout)
+        await self._wait_described()
         length = len(request.prompt_ids or [])
         if length + request.max_new_tokens > self.max_model_len:
             raise ValueError(
@@ -466,10 +466,10 @@ class Router:
             raise
         return generation
 
-    async def _wait_ready(self, timeout: float) -> None:
+    async def _wait_described(self) -> None:
         try:
-            async with asyncio.timeout(timeout):
-                while not self.ready:
+            async with asyncio.timeout(self.config.heartbeat_timeout):
+                while not self.description:
                     await self._wait_usable()
         except TimeoutError:
             raise Unavailable("no replica is ready") from None
@@ -514,14 +514,23 @@ class Router:
     # --- for TextGeneration and ReplicaLink
 
     async def place(self, generation: TextGeneration, full: set[str]) -> ReplicaLink:
-        """A usable replica outside of `full`; waits for one when there is none at all."""
+        """A usable replica outside of `full`; waits for one when there is none.
+
+        Without end while Serve has one that runs, which may be slow to connect or be replaced: that one's end is
+        Serve's to find. Without any, Unavailable after heartbeat_timeout, unless a replica was lost on the way.
+        """
         while True:
             usable = [link for link in self._links.values() if link.is_usable]
             if free := [link for link in usable if link.replica_id not in full]:
                 return self._placement.choose(free, generation.request, generation.session)
             if usable:
                 raise self._overloaded()
-            await self._wait_usable()
+            try:
+                async with asyncio.timeout(self.config.heartbeat_timeout):
+                    await self._wait_usable()
+            except TimeoutError:
+                if not self._links and generation.attempt == generation.request.attempt:
+                    raise Unavailable("no replica is ready") from None
 
     async def _wait_usable(self) -> None:
         self.usable.clear()

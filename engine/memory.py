@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import sys
+import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
+from torch.autograd.profiler import profile
 
 from engine.attention import PackedBatch
 from engine.models.decoder import CausalLM
@@ -78,7 +78,7 @@ def _forward_memory(model: CausalLM, page_size: int, max_seq_len: int, rows: int
 
 
 def _peak_memory(run: Callable[[], None], device: torch.device) -> int:
-    """Bytes that `run` takes at its peak, beyond what was taken before."""
+    """Bytes of tensors that `run` makes at its peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -86,12 +86,13 @@ def _peak_memory(run: Callable[[], None], device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.empty_cache()
         return peak - before
-    before = psutil.Process().memory_info().rss
-    with contextlib.suppress(OSError):  # where the mark can't be set back it is at worst too high
-        Path("/proc/self/clear_refs").write_text("5")
-    run()
-    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(0, mark * (1 if sys.platform == "darwin" else 1024) - before)
+    # The kernel's marks hold more than tensors, above all the pages of libraries, which come and go.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler says on stderr that it starts and stops
+    with profile(profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def _free_memory(device: torch.device) -> int:

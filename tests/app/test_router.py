@@ -155,6 +155,22 @@ async def test_no_replica_is_unavailable(router: Router) -> None:
     assert (await router.alive())[0] is False
 
 
+async def test_a_request_waits_while_there_is_a_replica(router: Router, engines: LocalEngines) -> None:
+    """One that takes longer to connect than heartbeat_timeout, as on a busy machine; not one that went."""
+    engines.add("a")
+    await wait_until(lambda: router.ready)
+    engines.frozen["a"].clear()
+    await wait_until(lambda: not router.ready)
+    waiting = asyncio.create_task(router.open(request()))
+    await asyncio.sleep(3 * engines.config.heartbeat_timeout)
+    assert not waiting.done()
+    engines.frozen["a"].set()
+    assert len((await (await waiting).collect()).token_ids) == 20
+    engines.kill("a")
+    with pytest.raises(Unavailable):
+        await router.open(request())
+
+
 async def test_before_the_first_replica_http_says_503(router: Router) -> None:
     transport = httpx.ASGITransport(build_asgi_app(router))
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:

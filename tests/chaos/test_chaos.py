@@ -332,7 +332,7 @@ async def test_every_request_ends_once_and_right(nodes: Cluster) -> None:
     texts = reference()
     app = Deployed(nodes, OPTIONS)
     nodes.call("deploy", options=app.options, wait=True)
-    wait_until(lambda: len(replicas(app)) == 3, 120)
+    wait_until(lambda: len(replicas(app)) == 3)
     faults = Faults(app, "head")
     kinds = [faults.kill, faults.stop, faults.kill_draft, faults.lose_a_node, faults.drain_a_node, faults.redeploy]
     await survive(app, faults, kinds, Clients(app.url, texts))
@@ -346,7 +346,7 @@ async def test_a_drained_node_ends_its_streams(nodes: Cluster) -> None:
     """With notice enough, not one has to move, and the only engine has a successor before it goes."""
     app = Deployed(nodes, {"model": "dummy", "dtype": "float32", "num_replicas": 1, "max_model_len": 2048})
     nodes.call("deploy", options=app.options, wait=True)
-    wait_until(lambda: len(replicas(app)) == 1, 120)
+    wait_until(lambda: len(replicas(app)) == 1)
     [pid] = app.pids()
     node = nodes.call("node_of", pid=pid)
     refused: list[httpx.Response] = []
@@ -375,7 +375,7 @@ async def test_a_retry_by_request_id_gets_the_same_text(nodes: Cluster) -> None:
     """Routers die too, and their nodes: what they were at breaks, and is asked again."""
     app = Deployed(nodes, {**OPTIONS, "num_routers": 2})
     nodes.call("deploy", options=app.options, wait=True, routers="other")
-    wait_until(lambda: len(replicas(app)) == 3, 120)
+    wait_until(lambda: len(replicas(app)) == 3)
     async with httpx.AsyncClient(timeout=300) as client:
         ids = [{"x-request-id": f"chaos-{number}"} for number in range(PROMPTS)]
         asked = [client.post(f"{app.url}/v1/completions", json=body(i), headers=ids[i]) for i in range(PROMPTS)]

@@ -117,7 +117,7 @@ class Deployed:
 
 def wait_until(
     condition: Callable[[], object],
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     describe: Callable[[], str] = lambda: "it didn't come to pass",
 ) -> None:
     deadline = time.monotonic() + timeout
@@ -154,7 +154,7 @@ class Server:
         def over() -> bool:
             return any(line.startswith("llm-serve: ready") for line in self.lines) or self.process.poll() is not None
 
-        wait_until(over, 120, lambda: "\n".join(self.lines))
+        wait_until(over, describe=lambda: "\n".join(self.lines))
         assert self.process.poll() is None, "\n".join(self.lines)
 
     def tree(self) -> list[psutil.Process]:

@@ -119,10 +119,10 @@ async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Depl
         return {engine["pid"]: engine["draft"]["pid"] for engine in engines if engine["speculation"]["draft_up"]}
 
     first: dict[int, int] = {}
-    wait_until(lambda: first.update(drafts()) or first, 120)
+    wait_until(lambda: first.update(drafts()) or first)
     [engine] = first
     os.kill(engine, signal.SIGKILL)
-    wait_until(lambda: drafts().keys() - first, 120)  # its draft is free for the next one
+    wait_until(lambda: drafts().keys() - first)  # its draft is free for the next one
     load = Load(app.url, 6, 200)
     await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2, 120)
     await asyncio.to_thread(wait_until, lambda: len(set(drafts().values())) == 2, 120)

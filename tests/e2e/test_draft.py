@@ -123,7 +123,7 @@ async def test_killed(app: Deployed, reference: list[str]) -> None:
     first = draft_of(app)
     assert first is not None
     await check_streams(app, reference, lambda: os.kill(first["pid"], signal.SIGKILL))
-    wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app), 120)
+    wait_until(lambda: (draft_of(app) or first)["pid"] != first["pid"] and speculates(app))
     await check_streams(app, reference)
     stats = speculation(app)
     # alone and in a batch a model's logits differ in their last bits, so now and then a choice differs

@@ -106,7 +106,7 @@ def test_deploy_and_run(head: Head) -> None:
     open_config = head.config(port, host="0.0.0.0")
     done = head.command("serve", "deploy", open_config, "-a", head.dashboard)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: head.status().get("status") == "DEPLOY_FAILED", 120, lambda: str(head.status()))
+    wait_until(lambda: head.status().get("status") == "DEPLOY_FAILED", describe=lambda: str(head.status()))
     assert "host 0.0.0.0 is reachable from other machines and no api_key is set" in head.status()["message"]
     assert head.command("serve", "shutdown", "-y", "-a", head.dashboard).returncode == 0
 
@@ -114,13 +114,13 @@ def test_deploy_and_run(head: Head) -> None:
     config = head.config(port)
     done = head.command("serve", "deploy", config, "-a", head.dashboard)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: head.status().get("status") == "RUNNING", 120, lambda: str(head.status()))
+    wait_until(lambda: head.status().get("status") == "RUNNING", describe=lambda: str(head.status()))
     deployed = complete(port)
     assert head.command("serve", "shutdown", "-y", "-a", head.dashboard).returncode == 0
 
     done = head.command("serve", "run", "--non-blocking", "--address", head.address, config)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: head.status().get("status") == "RUNNING", 120, lambda: str(head.status()))
+    wait_until(lambda: head.status().get("status") == "RUNNING", describe=lambda: str(head.status()))
     assert complete(port) == deployed
 
 
