@@ -29,7 +29,6 @@ logger = logging.getLogger("ray.serve")
 
 ROUTERS_AT_MOST = 1024
 EXPORT_SECONDS = 5.0
-_SCALE = ("num_replicas", "max_replicas", "upscale_delay", "downscale_delay", "num_routers", "num_drafts")
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -40,8 +39,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def build_app(config: ServingConfig) -> serve.Application:
     """The same for a ServingConfig."""
     check_bind(_proxy_host() or config.host, config.api_key)
-    # Without the counts, so that a change of scale isn't a change of code, which would restart every replica.
-    inner = config.model_copy(update=dict.fromkeys(_SCALE, 1))
     # Serve kills what drains longer than this: a stream may take as long as its request may.
     common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
     draft = serve.deployment(
@@ -76,8 +73,8 @@ def build_app(config: ServingConfig) -> serve.Application:
         max_surge_percent=100,  # a new one answers before the old one goes
         **common,
     )
-    drafts = draft.bind(inner) if config.has_draft_actors else None
-    return router.bind(inner, engine.bind(inner, drafts))
+    drafts = draft.bind(config) if config.has_draft_actors else None
+    return router.bind(config, engine.bind(config, drafts))
 
 
 class _EngineReplica(EngineReplica):

@@ -153,13 +153,15 @@ class ModelRunner:
         if not plan.samples.any():
             return LaunchedStep(plan, None, None, prompt_scores)
         # a row of logits for the last token of each sampling run and for each of its drafts
-        per_run = plan.drafts[plan.samples] + 1
-        offsets = np.arange(per_run.sum()) - np.repeat(np.cumsum(per_run) - per_run, per_run)
-        if len(hidden) != len(offsets):
-            first = (np.cumsum(plan.counts) - 1 - plan.drafts)[plan.samples]
-            hidden = hidden[self._to_device(np.repeat(first, per_run) + offsets)]
-        rows = np.repeat(plan.rows[plan.samples], per_run)
-        lengths = np.repeat(plan.lengths[plan.samples], per_run) + offsets
+        rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
+        last = (np.cumsum(plan.counts) - 1)[plan.samples]
+        if plan.verifies:
+            per_run = plan.drafts[plan.samples] + 1
+            offsets = np.arange(per_run.sum()) - np.repeat(np.cumsum(per_run) - per_run, per_run)
+            rows, lengths = np.repeat(rows, per_run), np.repeat(lengths, per_run) + offsets
+            last = np.repeat(last + 1 - per_run, per_run) + offsets
+        if len(hidden) != len(last):
+            hidden = hidden[self._to_device(last)]
         logits = self.model.logits(hidden)
         masks = fill_masks(plan, table, self.sampler.vocab_size) if plan.masked else None  # while the device works
         places = self._to_device(np.stack((rows, lengths)))

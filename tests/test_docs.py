@@ -101,7 +101,7 @@ def commands() -> list[tuple[str, str]]:
 def test_commands_have_programs_options_and_files(
     page: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What they do is tested beside the programs; here, that nothing in them is misspelt."""
+    """What they do is tested beside the programs, and in e2e/test_guides.py; here, that nothing in them is misspelt."""
     program, *arguments = shlex.split(command)
     for file in (word.partition("=")[2] or word for word in arguments if "/" in word and "://" not in word):
         if file.startswith(("k8s/", "benchmarks/", "scripts/", "models/")):

@@ -112,7 +112,7 @@ class Deployed:
 
     def scale(self, replicas: int) -> None:
         """Changes the number of engines and nothing else; returns at once."""
-        self.cluster.call("deploy", options={**self.options, "num_replicas": replicas}, wait=False)
+        self.cluster.call("scale", options=self.options, engines=replicas)
 
 
 def wait_until(
@@ -166,12 +166,12 @@ class Server:
         processes = self.tree() if self.process.poll() is None else []
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self._reader.join(10)
-        psutil.wait_procs(processes, timeout=30)
+        psutil.wait_procs(processes, timeout=120)
 
 
 def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str, int]]:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Driver:
     def __init__(self) -> None:
         self.handle: Any = None
         self.cluster: Any = None
+        self.version = 0
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -64,7 +66,23 @@ class Driver:
         if self.cluster is not None:
             where = {"num_cpus": 0, "resources": {routers: 1}}
             app = type(app)(app._bound_deployment.options(ray_actor_options=where))
+        self.version += 1
+        for deployment in _deployments(app):
+            deployment._version = str(self.version)
         _run(app, name=APP, route_prefix="/", _blocking=wait)
+
+    def scale(self, options: dict[str, Any], engines: int) -> None:
+        """What another number under `deployments:` does in a config: the version stays. Returns at once."""
+        from ray.serve.api import _run
+
+        from app.main import build
+
+        app = build(options)
+        for deployment in _deployments(app):
+            deployment._version = str(self.version)
+            if deployment.name == "EngineReplica":
+                deployment._deployment_config.num_replicas = engines
+        _run(app, name=APP, route_prefix="/", _blocking=False)
 
     def nodes(self) -> list[str]:
         """Names of all but the head."""
@@ -126,6 +144,14 @@ class Driver:
 
         answers = asyncio.run_coroutine_threadsafe(ask(), self.loop).result()
         return [{name: value for name, value in answer.items() if name != "metrics"} for answer in answers]
+
+
+def _deployments(app: Any) -> Iterator[Any]:
+    """An application's deployments: the ingress, and what is bound to it."""
+    yield app._bound_deployment
+    for argument in app._bound_deployment.init_args:
+        if isinstance(argument, type(app)):
+            yield from _deployments(argument)
 
 
 def main() -> None:

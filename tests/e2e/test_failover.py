@@ -120,6 +120,7 @@ async def test_scale_down_idle_is_quick(deploy: Callable[..., Deployed]) -> None
     before = app.pids()
     app.scale(1)
     wait_until(lambda: sum(map(_exists, before)) == 1)  # a pump that held the drain would hold it for request_timeout
+    assert set(app.pids()) < set(before)
 
 
 async def test_scale_down_waits_for_streams(deploy: Callable[..., Deployed], reference: list[str]) -> None:
@@ -128,6 +129,7 @@ async def test_scale_down_waits_for_streams(deploy: Callable[..., Deployed], ref
     check(await disturbed(app, 8, lambda: app.scale(1)), reference)
     assert failovers(app) == 0
     wait_until(lambda: sum(map(_exists, before)) == 1)
+    assert set(app.pids()) < set(before)  # the other one is what it was
 
 
 def _exists(pid: int) -> bool:

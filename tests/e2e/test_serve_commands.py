@@ -80,8 +80,8 @@ def head() -> Iterator[Head]:
         processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for each in reversed(processes):
             each.kill()
-        psutil.wait_procs(processes, timeout=30)
-        process.wait(30)
+        psutil.wait_procs(processes, timeout=120)
+        process.wait(120)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -135,7 +135,7 @@ def test_llm_serve_joins_and_leaves_the_rest_alone(head: Head) -> None:
         assert f"llm-serve: ready: dummy at http://127.0.0.1:{port}/v1" in log.read_text()
         assert complete(port)
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.wait()
