@@ -95,7 +95,8 @@ def run_elsewhere(peer: str, args: argparse.Namespace) -> dict[str, Any] | None:
     if done.returncode:
         print(f"{peer} failed ({done.returncode}): left out")
         return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # vLLM logs to the same place, after the end too
+    found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     for requests, rate in found["tokens_per_second"].items():
         print(f"{peer}, {requests} requests: {rate:.1f} tokens/s", flush=True)
     return found
