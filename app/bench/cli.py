@@ -27,7 +27,7 @@ from app.bench.compare import render as render_comparison
 from app.bench.html import page
 from app.bench.load import BenchError, Kind, Lengths, Load, Run, Target, read_mix
 from app.bench.report import LATENCIES, Objective, Report
-from app.bench.search import find_rate
+from app.bench.search import LOWEST, find_rate
 
 
 def _number(kind: Callable[[str], Any], low: float) -> Callable[[str], Any]:
@@ -218,7 +218,8 @@ async def _search(
     hopeless = spread is None or spread.p50 > bound_ms
     found = None if hopeless else await find_rate(measure, name, bound_ms, alone.requests_per_second)
     if found is None:
-        raise BenchError(f"no rate keeps the p99 of {name} at {bound_ms:g} ms")
+        tried = "" if hopeless else f" down to {LOWEST * alone.requests_per_second:.2g} requests/s"
+        raise BenchError(f"no rate{tried} keeps the p99 of {name} at {bound_ms:g} ms")
     return found
 
 

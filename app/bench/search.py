@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from app.bench.report import Probe, Report
 
-_FEWEST = 1 / 8
-"""Of the first rate, below which nothing is tried: nobody waits for anybody there, so it is the answers that take long."""
+LOWEST = 1 / 8
+"""Of the first rate: below it nothing is tried, as a hundred requests would take too long."""
 
 
 async def find_rate(
@@ -26,7 +26,7 @@ async def find_rate(
     best: Report | None = None
     kept, missed = 0.0, float("inf")
     rate = start
-    while missed > kept * (1 + precision) and rate >= start * _FEWEST:
+    while missed > kept * (1 + precision) and rate >= start * LOWEST:
         report = await measure(rate)
         if report.interrupted:
             break
