@@ -93,8 +93,9 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Rotate a run's queries and keys by `RotaryEmbedding.rows`, write its keys and values into the layer's pages,
         and return the queries [T, heads, head_dim]."""
-        self.write(*pages, rotate(k, cos, sin), v, slot_mapping)
-        return rotate(q, cos, sin)
+        rotated = rotate(torch.cat((q, k), 1), cos, sin)
+        self.write(*pages, rotated[:, q.shape[1] :], v, slot_mapping)
+        return rotated[:, : q.shape[1]]
 
     @abstractmethod
     def plan(self, batch: PackedBatch, window: int | None) -> Any: ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, PackedBatch, write_kv
 
-_ALONE = 32  # runs of more tokens than this are worth a call of their own
+_LONG = 32  # runs of more tokens than this share a call only with their like: padding costs more than a call
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Group:
     lone: int | None  # the one page of a lone run
     num_keys: int  # keys of the P pages that are looked at
     causal: bool  # every run is its whole sequence: no mask needed
-    mask: Tensor | None  # bool [B, 1, Q, num_keys]
+    mask: Tensor | None  # [B, 1, Q, num_keys]: bool, from the first layer on to be added
 
 
 @dataclass(slots=True)
@@ -49,8 +49,7 @@ class SDPAttention(AttentionBackend):
         first_page = first_key // page_size
         seen = kv_lens - first_page * page_size
         classes = _log2(query_lens) * 64 + _log2(seen)
-        alone = query_lens > _ALONE
-        classes = np.where(alone, -1 - np.arange(len(classes)), classes)
+        classes = np.where(query_lens > _LONG, -(query_lens << 32) - seen, classes)
         run_starts = np.cumsum(query_lens) - query_lens
         device = batch.positions.device
         groups = []
@@ -64,7 +63,8 @@ class SDPAttention(AttentionBackend):
             # a short run repeats its last query: the same output is written to the same place
             offset = np.minimum(np.arange(queries), query_lens[rows, None] - 1)
             tokens = run_starts[rows, None] + offset
-            causal = len(rows) == 1 and queries == num_keys and (window is None or num_keys <= window)
+            whole = (query_lens[rows] == num_keys).all()
+            causal = bool(whole and (window is None or num_keys <= window))
             mask = None
             if not causal:
                 key_pos = (first_page[rows] * page_size)[:, None, None] + np.arange(num_keys)
@@ -127,6 +127,8 @@ class SDPAttention(AttentionBackend):
         keys, values = _gather(k, group).transpose(1, 2), _gather(v, group).transpose(1, 2)
         batch, queries, heads, head_dim = q.shape
         kv_heads = keys.shape[1]
+        if group.mask is not None and group.mask.dtype == torch.bool:  # torch would do this in every layer
+            group.mask = torch.where(group.mask, 0.0, float("-inf")).to(q.dtype)
         if queries == 1:
             # the query heads of one KV head become its queries: no kernel sees a head twice
             grouped = q.view(batch, kv_heads, heads // kv_heads, head_dim)

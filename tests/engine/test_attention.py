@@ -204,9 +204,9 @@ def test_memory_of_a_whole_prompt_does_not_depend_on_kv_heads(
     batch = PackedBatch.uncached(1, 512, torch.device("cpu"))
     if cached:
         batch = PackedBatch.paged(np.arange(8, dtype=np.int32)[None], 64, np.array([0]), lens, torch.device("cpu"))
-    plan = backend.plan(batch, window)
 
     def peak(kv_heads: int) -> int:
+        plan = backend.plan(batch, window)
         q = torch.zeros(512, 16, 16, dtype=dtype)
         k, v = torch.zeros(2, *((8, 64) if cached else (512,)), kv_heads, 16, dtype=dtype)
         return allocations(lambda: backend.attend(q, k, v, plan))[0]
