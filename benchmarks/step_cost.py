@@ -4,7 +4,8 @@
 
 The model has the shape of SmolLM2-135M and random weights. Every figure is CPU time of the process on one thread, a
 mean over the steps of a run and the best of the rounds, so that others on the machine matter little; read the ratios.
-A step should cost what its live tokens cost: not more under a larger max_seq_len, nor beside a long neighbour.
+A step should cost what its live tokens cost: not more under a larger max_seq_len, nor beside a long neighbour. The
+file beside the JSON's has three plots.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import argparse
 import json
 import platform
 import random
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -27,6 +29,10 @@ from engine.models.decoder import DecoderModel
 from engine.schemas import GenerationRequest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from app.bench.html import Chart  # noqa: E402
+
 SHAPE = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -37,6 +43,19 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 LONG = 8192
+PLOTS = {
+    "rows of 32 tokens": [
+        (1, "1 row of 32 tokens, max_seq_len 8192"),
+        *((rows, f"{rows} rows of 32 tokens") for rows in (4, 16, 31, 64)),
+    ],
+    "live tokens of 4 rows": [(4 * tokens, f"4 rows of {tokens} tokens") for tokens in (32, 512, 4096)],
+    "max_seq_len, at 32 live tokens": [(n, f"1 row of 32 tokens, max_seq_len {n}") for n in (512, 2048, LONG)],
+}
+"""By what is on the x axis: its value, and the case."""
+STYLE = """<style>
+svg { background: white; font: 12px sans-serif } .x { text-anchor: middle } .y { text-anchor: end }
+.grid { stroke: #ddd } .line { fill: none; stroke: #0b5a8a; stroke-width: 2 }
+</style>"""
 
 
 def parse() -> argparse.Namespace:
@@ -99,6 +118,7 @@ def main() -> None:
     large = engine(LONG, tokens=6 * LONG)  # prompts fill half; the rest is for outputs, which stay cached too
     cases: dict[str, tuple[ContinuousBatchingEngine, list[int]]] = {
         "1 row of 32 tokens, max_seq_len 512": (engine(512), [32]),
+        "1 row of 32 tokens, max_seq_len 2048": (engine(2048), [32]),
         "1 row of 32 tokens, max_seq_len 8192": (large, [32]),
         "1 row of 32 tokens, a page of 512": (engine(512, 512), [32]),
         "1 row of 32 tokens, a page of 8192": (engine(LONG, LONG), [32]),
@@ -152,6 +172,20 @@ def main() -> None:
         "ratios": ratios,
     }
     args.output.write_text(json.dumps(report, indent=2) + "\n")
+    args.output.with_suffix(".svg").write_text(plots(best))
+
+
+def plots(cpu_ms: Mapping[str, float]) -> str:
+    """One SVG of all PLOTS, side by side."""
+    charts = [
+        Chart("A decode step", x, "CPU ms", [("", [(value, cpu_ms[case]) for value, case in points])]).svg()
+        for x, points in PLOTS.items()
+    ]
+    placed = (
+        chart.replace("<svg", f'<svg x="{560 * i}" width="560" height="260"', 1) for i, chart in enumerate(charts)
+    )
+    size = f'width="{560 * len(charts)}" height="260"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}{"".join(placed)}</svg>\n'
 
 
 def cpu_name() -> str:
