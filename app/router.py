@@ -479,6 +479,7 @@ class Router:
         replicas = {
             link.replica_id: {
                 "is_local": link.is_local,
+                "is_usable": link.is_usable,
                 "silence": round(link.silence, 3),
                 "step_age": round(link.step_age, 3),
                 "load": link.load,

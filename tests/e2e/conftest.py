@@ -220,5 +220,6 @@ def deploy(cluster: Cluster) -> Iterator[Callable[..., Deployed]]:
 def _is_ready(app: Deployed) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         health = httpx.get(f"{app.url}/health")
-        return health.status_code == 200 and len(health.json()["replicas"]) == app.options["num_replicas"]
+        usable = [replica["is_usable"] for replica in health.json()["replicas"].values()]
+        return health.status_code == 200 and usable == [True] * app.options["num_replicas"]
     return False

@@ -16,7 +16,7 @@ from app.bench.report import Report
 from tests.e2e.conftest import ROOT, Server, llm_serve
 from tests.test_docs import commands
 
-SHORTER = {"--requests": "12", "--duration": "2"}
+SHORTER = {"--requests": ["--requests", "12"], "--duration": ["--duration", "2"], "--find-rate": ["--duration", "1"]}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_llm_bench(server: Server, tmp_path: Path) -> None:
     assert [next(kind for kind in kinds if kind in command) for command in printed] == list(kinds)
     *loads, compare = printed
     for command in loads:
-        shorter = [word for name, value in SHORTER.items() if name in command for word in (name, value)]
+        shorter = [word for name, words in SHORTER.items() if name in command for word in words]
         run(command, tmp_path, "--base-url", server.url, "--output-tokens", "8", *shorter)
     assert Report.model_validate_json((tmp_path / "new.json").read_bytes()).succeeded == 12
     shutil.copy(tmp_path / "new.json", tmp_path / "base.json")

@@ -131,7 +131,7 @@ def test_add_request_and_step(model, tokenizer) -> None:
     for request_id in ids:
         result = engine.result(request_id)
         assert result.finish_reason is FinishReason.LENGTH
-        assert len(result.token_ids) == 6 and len(result.text) == 6
+        assert len(result.token_ids) == 6 and result.text == tokenizer.decode(result.token_ids)
         assert engine.result(request_id) is None
     assert engine.stats().held_pages == 0
 
