@@ -177,6 +177,7 @@ class Text(Answer):
 
 class ReplicaHealth(Answer):
     is_local: bool
+    is_usable: bool
     silence: float
     step_age: float
     load: Count
