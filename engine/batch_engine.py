@@ -509,9 +509,8 @@ class ContinuousBatchingEngine:
             self.scheduler.commit(plan, live, accepted)
             return None, 0
         # [R, 1 + G]: what the target samples after the last known token and after each draft
-        samples, per_run = sampled.ids.numpy()[:, None], np.ones(int(plan.samples.sum()), dtype=np.int64)
+        samples, per_run = sampled.ids.numpy()[:, None], plan.drafts[plan.samples] + 1
         if plan.verifies:
-            per_run += plan.drafts[plan.samples]
             samples = np.full((len(per_run), per_run.max()), NO_TOKEN, dtype=np.int64)
             samples[np.arange(samples.shape[1]) < per_run[:, None]] = sampled.ids.numpy()
         places = np.arange(samples.shape[1])

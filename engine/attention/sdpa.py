@@ -63,8 +63,7 @@ class SDPAttention(AttentionBackend):
             # a short run repeats its last query: the same output is written to the same place
             offset = np.minimum(np.arange(queries), query_lens[rows, None] - 1)
             tokens = run_starts[rows, None] + offset
-            whole = (query_lens[rows] == num_keys).all()
-            causal = bool(whole and (window is None or num_keys <= window))
+            causal = bool((query_lens[rows] == num_keys).all()) and (window is None or num_keys <= window)
             mask = None
             if not causal:
                 key_pos = (first_page[rows] * page_size)[:, None, None] + np.arange(num_keys)

@@ -93,17 +93,8 @@ def test_schemathesis(tmp_path: Path) -> None:
     with dummy_service(api_key="k", max_model_len=48) as service:
         command = [tool, "run", f"{service.url}/openapi.json", "--header", "Authorization: Bearer k"]
         command += ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing", "--max-examples", "12"]
-        command += [
-            "--request-timeout",
-            "120",
-            "--seed",
-            "1",
-            "--generation-database",
-            "none",
-            "--output-sanitize",
-            "false",
-            "--no-color",
-        ]
+        command += ["--seed", "1", "--generation-database", "none", "--output-sanitize", "false", "--no-color"]
+        command += ["--request-timeout", "120"]
         environment = {**os.environ, "COLUMNS": "200"}
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout[-6000:] + run.stderr

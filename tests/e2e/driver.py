@@ -58,8 +58,6 @@ class Driver:
 
     def deploy(self, options: dict[str, Any], wait: bool, routers: str = "head") -> None:
         """routers: which nodes they are on, where there are several: the `head`, or any `other`."""
-        from ray.serve.api import _run
-
         from app.main import build
 
         app = build(options)
@@ -67,22 +65,23 @@ class Driver:
             where = {"num_cpus": 0, "resources": {routers: 1}}
             app = type(app)(app._bound_deployment.options(ray_actor_options=where))
         self.version += 1
-        for deployment in _deployments(app):
-            deployment._version = str(self.version)
-        _run(app, name=APP, route_prefix="/", _blocking=wait)
+        self._run(app, wait)
 
     def scale(self, options: dict[str, Any], engines: int) -> None:
         """What another number under `deployments:` does in a config: the version stays. Returns at once."""
-        from ray.serve.api import _run
-
         from app.main import build
 
         app = build(options)
+        [engine] = [each for each in _deployments(app) if each.name == "EngineReplica"]
+        engine._deployment_config.num_replicas = engines
+        self._run(app, wait=False)
+
+    def _run(self, app: Any, wait: bool) -> None:
+        from ray.serve.api import _run
+
         for deployment in _deployments(app):
-            deployment._version = str(self.version)
-            if deployment.name == "EngineReplica":
-                deployment._deployment_config.num_replicas = engines
-        _run(app, name=APP, route_prefix="/", _blocking=False)
+            deployment._version = str(self.version)  # Serve's own would be a new one each time
+        _run(app, name=APP, route_prefix="/", _blocking=wait)
 
     def nodes(self) -> list[str]:
         """Names of all but the head."""

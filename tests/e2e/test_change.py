@@ -124,10 +124,10 @@ async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Depl
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: drafts().keys() - first)  # its draft is free for the next one
     load = Load(app.url, 6, 200)
-    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2, 120)
-    await asyncio.to_thread(wait_until, lambda: len(set(drafts().values())) == 2, 120)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 2)
+    await asyncio.to_thread(wait_until, lambda: len(set(drafts().values())) == 2)
     await load.end()
-    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1, 120)
-    await asyncio.to_thread(wait_until, lambda: len(app.cluster.processes("ServeReplica:test:DraftModel")) == 1, 120)
-    await asyncio.to_thread(wait_until, lambda: len(drafts()) == 1, 120)
+    await asyncio.to_thread(wait_until, lambda: len(app.replicas()) == 1)
+    await asyncio.to_thread(wait_until, lambda: len(app.cluster.processes("ServeReplica:test:DraftModel")) == 1)
+    await asyncio.to_thread(wait_until, lambda: len(drafts()) == 1)
     assert set(load.ends) == {"well"}, load.ends
