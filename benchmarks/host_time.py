@@ -42,12 +42,12 @@ def measure(rows: int, depth: int, steps: int, params: dict[str, float], graph: 
     """Milliseconds a step."""
     shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_layers": 1, "num_heads": 4, "max_seq_len": 1024}
     model = NoForward(**shape, attn_impl="triton" if graph else "mha")
-    engine = ContinuousBatchingEngine(model, None, max_batch_size=rows, depth=depth, page_size=16)
+    engine = ContinuousBatchingEngine(model, None, max_batch_size=rows, depth=depth)
     if graph:
         engine._runner.capture(lambda run: (run(), lambda: None))
     engine.set_token_sink(lambda step: None)
     for i in range(rows):
-        request = GenerationRequest(prompt_ids=[1, 2, i % VOCABULARY], max_new_tokens=steps + 20, seed=i, **params)
+        request = GenerationRequest(prompt_ids=[i // VOCABULARY, i % VOCABULARY], max_new_tokens=steps + 20, seed=i, **params)
         engine.add_request(request, tag=i)
     while engine.step().generated < rows:
         pass

@@ -518,11 +518,11 @@ class ContinuousBatchingEngine:
             accepted[plan.samples] = accept(samples, plan.draft_ids[plan.samples, : len(places) - 1])
             if self._speculator is not None:
                 self._speculator.learn(plan, accepted)
-        counts = accepted[plan.samples] + 1
+        rows, lengths, counts = plan.rows[plan.samples], plan.lengths[plan.samples], accepted[plan.samples] + 1
         flat = np.cumsum(per_run) - per_run  # of each run's first sample
         alive = live[plan.samples]
-        rows, lengths, samples = plan.rows[plan.samples][alive], plan.lengths[plan.samples][alive], samples[alive]
-        counts, flat = counts[alive], flat[alive]
+        if not alive.all():
+            rows, lengths, counts, flat, samples = (x[alive] for x in (rows, lengths, counts, flat, samples))
         new = places < counts[:, None]
         i, j = np.nonzero(new)
         table.tokens[rows[i], lengths[i] + j] = samples[new]
@@ -546,8 +546,9 @@ class ContinuousBatchingEngine:
         emitted = places < emits[:, None]
         generated = int(emits.sum())
         self._counters.generated_tokens += generated
-        told = (table.tag[rows] >= 0) & (emits > 0)
-        tags, told_counts = table.tag[rows[told]], emits[told].astype(np.int32)
+        tags = table.tag[rows]
+        told = (tags >= 0) & (emits > 0)
+        tags, told_counts = tags[told], emits[told].astype(np.int32)
         tokens = samples[told][emitted[told]].astype(np.int32)
         ends = stopped | full
         ends[texts] = True

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch.autograd.profiler import profile
 
@@ -99,6 +98,8 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
+    import psutil  # benchmarks/gpu.py runs where it isn't installed
+
     available = psutil.virtual_memory().available
     try:
         limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))

@@ -233,6 +233,8 @@ def _step_message(plan: StepPlan, table: SequenceTable, page_table: np.ndarray, 
 class _AnnouncingSampler:
     """Rank 0's sampler, which tells the others what it chose."""
 
+    fused = False  # not for graphs: ids are shared in between
+
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self.sampler, self.ranks = sampler, ranks
         self.table, self.vocab_size, self.with_logprobs = sampler.table, sampler.vocab_size, sampler.with_logprobs
@@ -261,6 +263,8 @@ class LeadingRunner(ModelRunner):
 
 class _Listener:
     """Stands for the sampler where nothing is sampled: ids come from rank 0."""
+
+    fused = False
 
     def __init__(self, ranks: Ranks, rows: int, vocab_size: int) -> None:
         self.ranks, self.vocab_size, self.table = ranks, vocab_size, self

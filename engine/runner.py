@@ -1,7 +1,8 @@
 """Turns a step's plan into tensors, one forward, and sampled ids.
 
 On CUDA a forward of few tokens is a graph, captured at the start, so that the host launches it at once: decodes,
-verifications and short chunks of prompts alike, as a token is a run of its own there.
+verifications and short chunks of prompts alike, as a token is a run of its own there. So is what follows where all that
+is wanted is a token after each, chosen without filters or penalties.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[]
 @dataclass(slots=True)
 class LaunchedStep:
     plan: StepPlan
-    sampled: Sampled | None  # a row for each sampling run and for each draft, on its way to the host
-    ready: torch.cuda.Event | None
+    sampled: Sampled | None = None  # a row for each sampling run and for each draft, on its way to the host
+    ready: torch.cuda.Event | None = None
     prompt_scores: list[tuple[int, int, Sampled]] = field(default_factory=list)  # run, offset in it, its next tokens
 
 
 @dataclass(slots=True)
 class _Graph:
     inputs: torch.Tensor  # int32 [3 + pages, tokens]: row, position, slot (-1: padding, written nowhere) and pages
-    hidden: torch.Tensor  # [tokens, hidden_size]; how many rows of logits a step wants is its own affair
+    hidden: torch.Tensor  # [tokens, hidden_size]
     replay: Callable[[], None]
+    ids: torch.Tensor | None = None  # int64 [tokens], what follows each, for plain sampling
+    choose: Callable[[], None] = lambda: None  # makes ids of hidden
 
 
 def cuda_graphs() -> Capture:
@@ -89,7 +92,8 @@ class ModelRunner:
         self.scores_prompts = scores_prompts
         self.adapters = adapters
         self.device = model.device
-        self.graphs: list[_Graph] = []
+        self.graphs: list[_Graph] = []  # of so many tokens:
+        self._sizes: list[int] = []
         if self.device.type == "cuda" and model.attention.takes_token_pages:
             self.capture(cuda_graphs())
 
@@ -97,11 +101,14 @@ class ModelRunner:
     def capture(self, capture: Capture) -> None:
         """Make the graphs, from the largest on, whose memory the others use again."""
         self._enter_device()
-        for size in reversed(graph_sizes(len(self.page_table))):
+        self._sizes = graph_sizes(len(self.page_table))
+        for size in reversed(self._sizes):
             inputs = torch.zeros((3 + self.page_table.shape[1], size), dtype=torch.int32, device=self.device)
             inputs[2] = -1
-            hidden, replay = capture(partial(self._forward_tokens, inputs))
-            self.graphs.insert(0, _Graph(inputs, hidden, replay))
+            graph = _Graph(inputs, *capture(partial(self._forward_tokens, inputs)))
+            if self.sampler.fused:
+                graph.ids, graph.choose = capture(partial(self._choose_next, graph))
+            self.graphs.insert(0, graph)
 
     def _forward_tokens(self, inputs: torch.Tensor) -> torch.Tensor:
         rows, positions, none = inputs[0].long(), inputs[1].long(), np.empty(0, np.int64)
@@ -110,28 +117,40 @@ class ModelRunner:
         )
         return self.model.hidden_states(self.table.device_tokens[rows, positions], batch, self.pool.pages)
 
+    def _choose_next(self, graph: _Graph) -> torch.Tensor:
+        """The token after each of a graph's, also put where the next step reads it."""
+        rows, real = graph.inputs[0].long(), graph.inputs[2] >= 0
+        places = graph.inputs[1].long() + real
+        ids = self.sampler.choose_plain(self.model.logits(graph.hidden), rows, places)
+        tokens = self.table.device_tokens
+        # padding is at place 0 of row 0, where no token is ever sampled
+        tokens.index_put_((rows, places), torch.where(real, ids.clamp(min=0).to(torch.int32), tokens[rows, places]))
+        return ids
+
     def _replay(self, graph: _Graph, plan: StepPlan) -> torch.Tensor:
-        counts, size = plan.counts, self.pool.page_size
-        rows = np.repeat(plan.rows, counts)
-        positions = np.arange(len(rows)) + np.repeat(plan.starts - np.cumsum(counts) + counts, counts)
+        size, rows, positions = self.pool.page_size, plan.rows, plan.starts
+        if (counts := plan.counts).max() > 1:
+            rows = np.repeat(plan.rows, counts)
+            positions = np.arange(len(rows)) + np.repeat(plan.starts - np.cumsum(counts) + counts, counts)
         pages = int(positions.max()) // size + 1
         shape, cuda = (3 + pages, graph.inputs.shape[1]), self.device.type == "cuda"
-        staged = torch.zeros(shape, dtype=torch.int32, pin_memory=cuda)  # fresh: the last one may still be read
-        inputs = staged.numpy()
-        inputs[2] = -1
-        inputs[3:, : len(rows)] = self.page_table[rows, :pages].T
-        inputs[0, : len(rows)], inputs[1, : len(rows)] = rows, positions
-        inputs[2, : len(rows)] = self.page_table[rows, positions // size] * size + positions % size
+        staged = torch.empty(shape, dtype=torch.int32, pin_memory=cuda)  # fresh: the last one may still be read
+        inputs, count = staged.numpy(), len(rows)
+        inputs[:, count:], inputs[2, count:] = 0, -1
+        inputs[0, :count], inputs[1, :count], inputs[3:, :count] = rows, positions, self.page_table[rows, :pages].T
+        inputs[2, :count] = self.page_table[rows, positions // size] * size + positions % size
         graph.inputs[: len(inputs)].copy_(staged, non_blocking=True)
         graph.replay()
-        return graph.hidden[: len(rows)]
+        return graph.hidden[:count]
+
+    def _graph(self, plan: StepPlan, tokens: int) -> _Graph | None:
+        """The smallest that takes so many tokens, if any does."""
+        at = bisect_left(self._sizes, tokens)
+        # a graph knows no adapters
+        return self.graphs[at] if at < len(self.graphs) and not self.table.has_adapter[plan.rows].any() else None
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Final hidden states of the plan's tokens."""
-        at = bisect_left(self.graphs, int(plan.counts.sum()), key=lambda graph: graph.inputs.shape[1])
-        # a graph knows no adapters
-        if at < len(self.graphs) and not self.table.has_adapter[plan.rows].any():
-            return self._replay(self.graphs[at], plan)
         batch = PackedBatch.paged(
             self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
         )
@@ -142,17 +161,37 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run a step. On an accelerator this returns before the device is through: the next step may be launched, as
         sampled ids go to the device's own table of tokens."""
-        table = self.table
         self._enter_device()
         for source, target, tokens in plan.copies:
             self.pool.copy(source, target, tokens)
         if self.adapters is not None:
             self._select_adapters(plan, self.adapters)
-        hidden = self._forward(plan)
-        prompt_scores = self._score_prompts(plan, hidden)
-        if not plan.samples.any():
-            return LaunchedStep(plan, None, None, prompt_scores)
-        # a row of logits for the last token of each sampling run and for each of its drafts
+        tokens = int(plan.counts.sum())
+        graph = self._graph(plan, tokens)
+        hidden = self._forward(plan) if graph is None else self._replay(graph, plan)
+        step = LaunchedStep(plan)
+        if graph is not None and graph.ids is not None and self._is_plain(plan, tokens):
+            self.sampler.table.upload()
+            graph.choose()
+            step.sampled = Sampled(graph.ids[:tokens]).to_host()
+        else:
+            step.prompt_scores = self._score_prompts(plan, hidden)
+            if plan.samples.any():
+                step.sampled = self._sample(plan, hidden).to_host()
+        if self.device.type == "cuda":
+            step.ready = torch.cuda.Event()
+            step.ready.record()
+        return step
+
+    def _is_plain(self, plan: StepPlan, tokens: int) -> bool:
+        """Whether each of the plan's tokens is to be followed by one, chosen by temperature and noise alone."""
+        if plan.masked or len(plan.rows) + plan.drafts.sum() < tokens:
+            return False
+        return bool(plan.samples.all() and self.sampler.table.plain[plan.rows].all())
+
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
+        """A token for the last one of each sampling run and for each of its drafts."""
+        table = self.table
         rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
         last = (np.cumsum(plan.counts) - 1)[plan.samples]
         if plan.verifies:
@@ -167,12 +206,7 @@ class ModelRunner:
         places = self._to_device(np.stack((rows, lengths)))
         sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks, places)
         table.device_tokens.index_put_((places[0], places[1]), sampled.ids.clamp(min=0).to(torch.int32))
-        if self.device.type != "cuda":
-            return LaunchedStep(plan, sampled, None, prompt_scores)
-        sampled = sampled.to_host()
-        ready = torch.cuda.Event()
-        ready.record()
-        return LaunchedStep(plan, sampled, ready, prompt_scores)
+        return sampled
 
     def _select_adapters(self, plan: StepPlan, adapters: AdapterSet) -> None:
         wanted = self.table.has_adapter[plan.rows]

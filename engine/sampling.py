@@ -117,6 +117,7 @@ class SamplingTable:
         self.penalised = np.zeros(rows, dtype=bool)
         self.biased = np.zeros(rows, dtype=bool)
         self.has_min_len = np.zeros(rows, dtype=bool)
+        self.plain = np.ones(rows, dtype=bool)  # none of the four, no bad words and no log-probabilities
         self.num_logprobs = np.full(rows, -1)  # -1: none wanted
         self.num_prompt_logprobs = np.full(rows, -1)
         self.bad_words: dict[int, list[list[int]]] = {}
@@ -155,6 +156,8 @@ class SamplingTable:
         self.bad_words.pop(row, None)
         if bad:
             self.bad_words[row] = bad
+        special = (self.filtered, self.penalised, self.biased, self.has_min_len)
+        self.plain[row] = not (any(column[row] for column in special) or bad or params.logprobs is not None)
 
     def upload(self) -> None:
         """Have the device know what was set since, all rows at once."""
@@ -194,12 +197,12 @@ class Sampled:
         return TokenLogprobs(int(self.ids[i]), float(self.logprob[i]), int(self.rank[i]), top)
 
     def to_host(self) -> Sampled:
-        """Start copying everything to pinned memory."""
+        """Start copying everything to the host, into pinned memory."""
 
         def copy(x: Tensor | None) -> Tensor | None:
             if x is None:
                 return None
-            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
         ids = copy(self.ids)
         assert ids is not None
@@ -292,13 +295,21 @@ class Sampler:
         sampled.ids = ids
         return sampled
 
+    def choose_plain(self, logits: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids [R] for plain rows; the host decides nothing, so that a graph may hold it. Where kernels are fused."""
+        from engine.fused import choose
+
+        scores = logits[:, : self.vocab_size]
+        if len(self.forbidden):
+            scores[:, self.forbidden] = float("-inf")
+        table = self.table
+        return choose(scores, row_ids, table.temperature.device, table.seed.device, positions, INVALID)
+
     def _choose(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids [R] by scores [R, vocab_size], INVALID where there is none."""
         greedy = self.table.greedy[rows]
         if self.fused:
-            from engine.fused import choose
-
-            ids = choose(scores, row_ids, self.table.temperature.device, self.table.seed.device, positions, INVALID)
+            ids = self.choose_plain(scores, row_ids, positions)
             filtered = np.flatnonzero(self.table.filtered[rows] & ~greedy)
             if len(filtered):
                 at = torch.from_numpy(filtered).to(scores.device)

@@ -135,18 +135,22 @@ class Scheduler:
         decode = self._grow_decodes(active[need == 1], in_flight)
         if decode is None:
             return None
+        budget = self.max_batched_tokens - len(decode)
         drafts = np.zeros_like(decode)
         if draft_lengths is not None and len(decode):
             drafts = draft_lengths(decode)
             if in_flight and drafts.any():
                 return None
             drafts = self._grow_drafts(decode, drafts)
+            budget -= int(drafts.sum())
         # prompts go on even when decodes alone fill the budget
-        budget = max(self.max_batched_tokens - len(decode) - drafts.sum(), max(self.max_batched_tokens // 4, 1))
+        budget = max(budget, self.max_batched_tokens // 4, 1)
         runs: list[tuple[int, int]] = []
         copies: list[tuple[int, int, int]] = []
         prefills = active[need > 1]
-        for row in prefills[np.lexsort((table.uid[prefills], table.key[prefills]))].tolist():
+        if len(prefills):
+            prefills = prefills[np.lexsort((table.uid[prefills], table.key[prefills]))]
+        for row in prefills.tolist():
             if budget > 0 and table.uid[row] >= 0:
                 count = self._grow_run(row, min(int(table.length[row] - table.computed[row]), budget), in_flight)
                 if count is None:
@@ -154,19 +158,22 @@ class Scheduler:
                 if count:
                     runs.append((row, count))
                     budget -= count
-        kept = table.uid[decode] >= 0
-        decode, drafts = decode[kept], drafts[kept]
         if self.preemptions == preemptions:
             self._admit(budget, runs, copies, in_flight)
-        if not len(decode) and not runs:
+        else:
+            kept = table.uid[decode] >= 0
+            decode, drafts = decode[kept], drafts[kept]
+        rows, counts = decode, np.ones_like(decode)
+        if runs:
+            more = np.array(runs, dtype=np.int64)
+            rows, counts = np.concatenate((rows, more[:, 0])), np.concatenate((counts, more[:, 1]))
+            drafts = np.concatenate((drafts, np.zeros_like(more[:, 0])))
+        elif not len(decode):
             return None
-        rows = np.concatenate((decode, np.array([row for row, _ in runs], dtype=np.int64)))
-        counts = np.concatenate((np.ones_like(decode), np.array([count for _, count in runs], dtype=np.int64)))
-        drafts = np.concatenate((drafts, np.zeros(len(runs), dtype=np.int64)))
         starts, lengths = table.computed[rows], table.length[rows]
         samples = starts + counts == lengths
-        table.computed[rows] += counts
-        table.length[rows[samples]] += 1
+        table.computed[rows] = starts + counts
+        table.length[rows] = lengths + samples
         return StepPlan(
             rows,
             table.uid[rows],

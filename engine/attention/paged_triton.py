@@ -186,6 +186,7 @@ class _Paged:
 class TritonAttention(SDPAttention):
     """fp32, fp16 and bf16, head_dim up to 256, pages of any size, on NVIDIA GPUs from Ampere on."""
 
+    default_page_size = 64  # as many keys as a program takes at a time
     takes_token_pages = True
 
     def check(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

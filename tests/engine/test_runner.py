@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ from tests.engine.oracle import Reference, tiny_model
 
 class Recorder:
     def __init__(self) -> None:
-        self.replays: list[int] = []  # tokens of each
+        self.replays: list[int] = []  # tokens of each forward
+        self.choices = 0
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    def __call__(self, run: partial[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         output = run().clone()
 
         def replay() -> None:
-            self.replays.append(len(output))
+            if run.func.__name__ == "_choose_next":
+                self.choices += 1
+            else:
+                self.replays.append(len(output))
             output.copy_(run())
 
         return output, replay
@@ -110,29 +115,20 @@ def test_padding_is_written_nowhere() -> None:
     assert (engines[0].pool.kv == 0).any()
 
 
-def test_fused_kernels_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that runs on CUDA but for the graphs' capture: packed weights, fused norms, gates and choices."""
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that runs on CUDA but for the graphs' capture: fused norms, gates and choices."""
     for module in (layers, sampling):
         monkeypatch.setattr(module, "has_triton", lambda device: True)
-    reference = Reference(tiny_model(), None)
-    model = tiny_model(attn_impl="triton")
+
+
+def run(todo: list[GenerationRequest], **options: Any) -> Recorder:
+    """Serve them, check every token, and return what was replayed."""
+    reference, model, graphs = Reference(tiny_model(), None), tiny_model(attn_impl="triton"), Recorder()
     model.pack()
-    engine = ContinuousBatchingEngine(model, None, max_batch_size=2)
+    engine = ContinuousBatchingEngine(model, None, **({"max_batch_size": 2} | options))
     assert engine._runner is not None
-    engine._runner.capture(Recorder())
-    todo = [
-        request.model_copy(update=changes)
-        for request, changes in zip(
-            requests(),
-            (
-                {"temperature": 0.0},
-                {"temperature": 1.0},
-                {"temperature": 0.8, "top_k": 5, "logprobs": 2},
-                {"temperature": 0.0, "frequency_penalty": 1.0},
-            ),
-            strict=True,
-        )
-    ]
+    engine._runner.capture(graphs)
     for request in todo:
         engine.add_request(request)
     while engine.scheduler.has_pending_work:
@@ -142,3 +138,37 @@ def test_fused_kernels_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result is not None
         reference.check(request, result)
     reference.check_rate()
+    return graphs
+
+
+@pytest.mark.usefixtures("fused")
+def test_fused_kernels_in_an_engine() -> None:
+    changes: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5, "logprobs": 2},
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+    )
+    graphs = run([r.model_copy(update=c) for r, c in zip(requests(), changes, strict=True)])
+    assert 0 < graphs.choices < len(graphs.replays)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 0}, {"speculation": "ngram", "gamma": 2}], ids=str)
+def test_plain_choices_are_in_a_graph(options: dict[str, Any]) -> None:
+    """All are: no step here has a prompt that is short enough for a graph."""
+    todo = requests()
+    for i, request in enumerate(todo):
+        request.temperature = i / 2
+    graphs = run(todo, **options)
+    assert graphs.choices == len(graphs.replays) > 0
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(
+    "params",
+    [{"logprobs": 0}, {"top_p": 0.5}, {"logit_bias": {3: 5.0}}, {"min_tokens": 1, "stop_token_ids": [5]}],
+    ids=str,
+)
+def test_other_choices_are_not(params: dict[str, Any]) -> None:
+    assert run(requests(**params)).choices == 0
