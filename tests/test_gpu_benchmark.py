@@ -1,5 +1,4 @@
-"""The GPU benchmark's dry run: its own code and ours, where nothing is but torch, triton, and transformers with what that
-brings."""
+"""The GPU benchmark's dry run: its own code and ours, with torch, triton, transformers and what that brings alone."""
 
 from __future__ import annotations
 
