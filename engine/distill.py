@@ -66,10 +66,13 @@ class Conversation:
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Ids of a chat up to where the user's words begin."""
+    """Ids of a chat up to where the user's words begin; where that is the very start, an EOS as before another text."""
     marker = "USER_TEXT"
     text = tokenizer.apply_chat_template([{"role": "user", "content": marker}])
-    return tokenizer.encode(text.split(marker)[0], add_special_tokens=not tokenizer.has_chat_template)
+    ids = tokenizer.encode(text.split(marker)[0], add_special_tokens=not tokenizer.has_chat_template)
+    if not ids and not tokenizer.eos_token_ids:
+        raise ValueError("the model's chats begin with the user's words, which it can't make up: give --prompts")
+    return ids or sorted(tokenizer.eos_token_ids)[:1]
 
 
 def converse(

@@ -128,14 +128,14 @@ def wait_until(
 
 
 class Server:
-    """A running llm-serve."""
+    """A running llm-serve, of the dummy model unless the flags say otherwise."""
 
-    def __init__(self, port: int, *flags: str, **environment: str) -> None:
+    def __init__(self, port: int, *flags: str, folder: Path = ROOT, **environment: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [str(LLM_SERVE), "--model", "dummy", "--dtype", "float32", "--port", str(port), *flags],
-            cwd=ROOT,
+            [str(LLM_SERVE), "--model", "dummy", "--dtype", "float32", *flags, "--port", str(port)],
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -185,10 +185,10 @@ def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str
 
 
 @contextlib.contextmanager
-def llm_serve(*flags: str, **environment: str) -> Iterator[Server]:
-    """`llm-serve` of the dummy model, or with the flags' own, ready for requests."""
+def llm_serve(*flags: str, folder: Path = ROOT, **environment: str) -> Iterator[Server]:
+    """`llm-serve`, ready for requests."""
     [port] = free_ports(1)
-    server = Server(port, *flags, **environment)
+    server = Server(port, *flags, folder=folder, **environment)
     try:
         server.wait_ready()
         yield server

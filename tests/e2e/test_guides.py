@@ -1,19 +1,27 @@
-"""The guides' commands for a running server, as printed but for fewer requests, less time and this server's address."""
+"""The guides' commands for servers and against one, as printed but for less work, other ports, and small models under
+the names of large ones."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from app.bench.report import Report
 from tests.e2e.conftest import ROOT, Server, llm_serve
+from tests.engine.fake_hub import TOKEN, fake_hub
+from tests.engine.made_tokenizers import byte_level_tokenizer
 from tests.test_docs import commands
 
 SHORTER = {"--requests": ["--requests", "12"], "--duration": ["--duration", "2"], "--find-rate": ["--duration", "1"]}
@@ -25,12 +33,12 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def run(command: str, folder: Path, *more: str) -> str:
+def run(command: str, folder: Path, *more: str, **environment: str) -> str:
     scripts = sysconfig.get_path("scripts")
     done = subprocess.run(
         [*shlex.split(command), *more],
         cwd=folder,
-        env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        env={**os.environ, **environment, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -59,3 +67,81 @@ def test_programs_that_need_no_server() -> None:
     assert "requests/s" in run(capacity, ROOT)
     [more] = [command for _, command in commands() if command == "llm-serve --help"]
     assert "--speculation" in run(more, ROOT)
+
+
+@dataclass
+class Desk:
+    """Where somebody has followed the guides up to their commands: files, and a hub."""
+
+    folder: Path
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("desk")
+    torch.manual_seed(0)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
+    gpt2 = {"vocab_size": 402, "n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 3}
+    GPT2LMHeadModel(GPT2Config(**gpt2, eos_token_id=1)).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "gpt2")
+    page = (ROOT / "docs" / "models.md").read_text()
+    [snippet] = [text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "class GPT2" in text]
+    sparse = "from engine.models.layers import GatedMLP\n\n\nclass SparseMLP(GatedMLP):\n    pass\n"
+    (folder / "my_models.py").write_text(f"{snippet}\n\n{sparse}")
+    (folder / "models").mkdir()
+    (folder / "models" / "SmolLM2-135M-Instruct").symlink_to(smollm2)
+    qwen = {"vocab_size": 402, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    qwen |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    Qwen3ForCausalLM(Qwen3Config(**qwen, eos_token_id=1)).save_pretrained(folder / "qwen")
+    tokenizer.save_pretrained(folder / "qwen")
+    with fake_hub() as hub:
+        hub.commits["Qwen/Qwen3-0.6B"] = []
+        hub.commit("Qwen/Qwen3-0.6B", "", {file.name: file.read_bytes() for file in (folder / "qwen").iterdir()})
+        hub_settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hub")}
+        hub_settings["HF_HUB_OFFLINE"] = "0"
+        yield Desk(folder, {"PYTHONPATH": ".", **hub_settings})
+
+
+def serve_commands() -> list[str]:
+    return [command for _, command in commands() if command.startswith("llm-serve --model")]
+
+
+@pytest.mark.parametrize("command", serve_commands())
+def test_llm_serve(command: str, desk: Desk) -> None:
+    if "qwen-draft" in command:
+        [distill] = [printed for _, printed in commands() if printed.startswith("llm-distill")]
+        less = ["--conversations", "40", "--answer", "8", "--steps", "4", "--shapes", "32x1"]
+        run(distill, desk.folder, *less, **desk.environment)
+    environment, adapters = desk.environment, "SparseMLP" in command
+    flags = ["--max-adapters", "1"] if adapters else []
+    if adapters:
+        environment = environment | {"LLM_SERVING_API_KEY": "operator"}
+    with llm_serve(*shlex.split(command)[1:], *flags, folder=desk.folder, **environment) as server:
+        headers = {"Authorization": "Bearer operator"} if adapters else {}
+        body = {"prompt": "the quick", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
+        if adapters:
+            change_adapters(server, desk.folder)
+
+
+def change_adapters(server: Server, folder: Path) -> None:
+    """By curl, as the guide does."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "models" / "SmolLM2-135M-Instruct")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "pirate")
+    printed = re.findall(r"^    (curl .*)$", (ROOT / "docs" / "models.md").read_text(), re.M)
+    assert [re.findall(r"\w+_lora_adapter", command)[0] for command in printed] == [
+        "load_lora_adapter",
+        "unload_lora_adapter",
+    ]
+    for command in printed:
+        here = command.replace("localhost:8000", server.url).replace("/adapters/pirate", str(folder / "pirate"))
+        done = run("bash -c", folder, f"{here} --silent --show-error --fail-with-body", KEY="operator")
+        assert "error" not in done, done
+        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer operator"}).json()["data"]
+        assert ("pirate" in [model["id"] for model in models]) == ("unload" not in command)
