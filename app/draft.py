@@ -97,6 +97,8 @@ class DraftServer:
                 state.lost.append(int(message.uids[i]))
         tokens = message.tokens[np.repeat(good, message.counts)]
         state.ready += self._learn(rows[good], message.gammas[good], message.counts[good], tokens)
+        if message.states is not None and good.any():
+            self.table.set_states(rows[good], message.lengths[good] - 1, message.states[good])
         state.step, state.asked = message.step, True
 
     def _learn(self, rows: np.ndarray, gammas: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> int:
@@ -410,7 +412,11 @@ class SocketChannel:
         silent = sent is not None and self._heard < sent[1] < time.perf_counter() - 1.0
         return self.connected and not silent
 
-    def connect(self, address: tuple[str, int], key: bytes, name: str, vocab_size: int) -> None:
+    @property
+    def target_hidden_size(self) -> int:
+        return 0 if self.description is None else self.description.get("target_hidden_size", 0)
+
+    def connect(self, address: tuple[str, int], key: bytes, name: str, vocab_size: int, hidden_size: int) -> None:
         """May take seconds: not for the engine's thread. Raises ConnectionError, or ValueError when
         draft and target don't go together."""
         try:
@@ -425,6 +431,9 @@ class SocketChannel:
             raise ConnectionError(f"no draft at {address}: {error!r}") from None
         if isinstance(answer, str):
             raise ValueError(answer)
+        if (size := answer.get("target_hidden_size", 0)) not in (0, hidden_size):
+            connection.close()
+            raise ValueError(f"the draft reads hidden states of {size}, not the target's of {hidden_size}")
         self._renewed, self._sent = self.description is not None, None
         self.description = answer
         inbox: queue.SimpleQueue[DraftAnswer | None] = queue.SimpleQueue()
@@ -512,6 +521,7 @@ def build_draft(config: ServingConfig, host: str, threads: int, gpus: float) -> 
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "max_seq_len": context,
+        "target_hidden_size": model.target_hidden_size,
         "num_pages": pages,
         "num_threads": threads,
         "pid": os.getpid(),

@@ -118,8 +118,8 @@ class _EngineReplica(EngineReplica):
                 try:
                     call = method.remote()
                     address, key = await asyncio.wait_for(anext(call), 5)
-                    size = self.engine.vocabulary.size
-                    await asyncio.to_thread(self.draft.connect, address, key, self.metrics.replica, size)
+                    sizes = self.engine.vocabulary.size, self.engine.hidden_size
+                    await asyncio.to_thread(self.draft.connect, address, key, self.metrics.replica, *sizes)
                     shown = ""
                 except Exception as error:
                     if str(error) != shown:

@@ -206,6 +206,7 @@ class ContinuousBatchingEngine:
         else:
             page_table, adapters = self.table.page_table, self._adapters
             self._runner = ModelRunner(model, self.pool, self.table, sampler, page_table, adapters=adapters)
+        self.hidden_size: int = getattr(model, "hidden_size", 0)  # 0: not known
         self._speculator = self._make_speculator(speculation, draft_model, draft_channel, gamma)
         self._lock = threading.Condition()
         self._turn = threading.Lock()  # a step at a time, whoever steps
@@ -237,6 +238,8 @@ class ContinuousBatchingEngine:
         if draft_model is None:
             raise ValueError(f"unknown speculation {speculation!r}; known: draft, ngram, off")
         draft_model = draft_model.to(device=self.device, dtype=self.pool.kv.dtype).eval()
+        if (size := draft_model.target_hidden_size) not in (0, self.hidden_size):
+            raise ValueError(f"the draft reads hidden states of {size}, not the target's of {self.hidden_size}")
         drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary)
         return Speculator(DraftModelProposer(drafter), self.table, gamma)
 
@@ -469,7 +472,7 @@ class ContinuousBatchingEngine:
             generated = 0
             if ready is not None:
                 self._record_prompt_logprobs(ready)
-                output, generated = self._commit(ready.plan, ready.sampled)
+                output, generated = self._commit(ready.plan, ready.sampled, ready.states)
             if plan is not None and error is not None:
                 self._fail(plan, error)
             self._in_flight = None if self._commits_at_once(plan) else launched
@@ -501,7 +504,9 @@ class ContinuousBatchingEngine:
             self._observed = self._counters.finished_requests
             return stats, output
 
-    def _commit(self, plan: StepPlan, sampled: Sampled | None) -> tuple[StepTokens | None, int]:
+    def _commit(
+        self, plan: StepPlan, sampled: Sampled | None, states: torch.Tensor | None
+    ) -> tuple[StepTokens | None, int]:
         table = self.table
         live = table.uid[plan.rows] == plan.uids
         accepted = np.zeros(len(plan.rows), dtype=np.int64)
@@ -533,6 +538,8 @@ class ContinuousBatchingEngine:
         emits = np.where(stopped, stops.argmax(1), counts)
         full = lengths + emits >= table.limit[rows]
         table.known[rows] = lengths + emits
+        if states is not None:
+            table.set_states(rows, lengths + counts - 1, states[torch.from_numpy(flat + counts - 1)])
         table.first_token[rows[table.first_token[rows] == 0]] = time.monotonic()
         for k in np.flatnonzero(table.has_grammar[rows]).tolist():
             if not self._advance_grammar(int(rows[k]), samples[k, : counts[k]].tolist()):

@@ -1,9 +1,11 @@
 """`llm-distill` trains a small draft for a target, on text that the target writes itself.
 
 The target makes up users' questions, answers them (Xu et al. 2024, Magpie), and says how likely its best candidates
-were at each place; a narrow decoder over the same token ids learns these distributions (Hinton et al. 2015). Some
-conversations are held out: there the draft's samples, drawn with the engine's noise, are compared with the target's,
-which says how many tokens a step would give, and, with the measured costs of both models' steps, how much faster it is.
+were at each place; a small decoder over the same token ids learns these distributions (Hinton et al. 2015): a narrow
+one, or one as wide as the target that also reads the final hidden state that chose the last token (Li et al. 2024,
+EAGLE). Some conversations are held out: there the draft's samples, drawn with the engine's noise, are compared with the
+target's, which says how many tokens a step would give, and, with the measured costs of both models' steps, how much
+faster it is. Of several shapes the one that promises most early is trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +50,18 @@ PATIENCE = 3  # looks at a speed-up that doesn't rise, after which training ends
 _SHARD = 256  # conversations that are written, and lost by an interruption, together
 _ROWS, _CONTEXT = 64, 2048  # of the engine that writes them
 _NEGATIVES = 4096  # other tokens that a step of training looks at
+_STEADY = 256  # hidden size up to which the learning rate is the one given; beyond it falls (Yang et al. 2021)
+_STATE_GAIN = 5  # length that hidden states are as good as scaled to where their weights are learned
+_SINCE = 4  # tokens drafted since the last state was read: as many cases are told apart
+
+
+class Shape(NamedTuple):
+    hidden_size: int
+    num_layers: int
+    reads_states: bool = False  # of the target
+
+    def __str__(self) -> str:
+        return f"{self.hidden_size}x{self.num_layers}{'+state' * self.reads_states}"
 
 
 @dataclass(slots=True)
@@ -60,6 +74,13 @@ class Conversation:
     temperature: float
     top_ids: Tensor  # int32 [N, TOP], the likeliest tokens after each, best first
     top_logits: Tensor  # float16 [N, TOP]
+    states: Tensor  # bfloat16 [N, hidden_size], the target's final ones
+
+    def chosen_by(self, read: Tensor) -> Tensor:
+        """States [N, hidden_size] that chose the tokens, where `read` [N] is true and they were chosen, else zeros."""
+        read = read.clone()
+        read[: self.prompt_len] = False
+        return self.states.roll(1, 0) * read.unsqueeze(1)
 
 
 # --- the text
@@ -105,8 +126,8 @@ def converse(
         assert request.prompt_ids is not None and request.seed is not None
         ids = request.prompt_ids + result.token_ids + eos * (result.finish_reason is FinishReason.STOP)
         tokens = torch.tensor(ids, dtype=torch.int32)
-        best = likeliest(model, tokens, tokenizer.vocab_size)
-        conversations.append(Conversation(tokens, len(request.prompt_ids), request.seed, request.temperature, *best))
+        seen = observe(model, tokens, tokenizer.vocab_size)
+        conversations.append(Conversation(tokens, len(request.prompt_ids), request.seed, request.temperature, *seen))
     return conversations
 
 
@@ -121,17 +142,20 @@ def _run(backend: BatchedBackend, requests: Sequence[GenerationRequest], what: s
 
 
 @torch.inference_mode()
-def likeliest(model: CausalLM, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The model's TOP candidates after each of tokens [N]: ids int32 [N, TOP] and logits float16."""
+def observe(model: CausalLM, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The model's TOP candidates after each of tokens [N], ids int32 [N, TOP] and logits float16, and its states."""
     hidden = model.hidden_states(tokens.to(model.device), PackedBatch.uncached(1, len(tokens), model.device))
     count = min(TOP, vocab_size)
     blocks = [model.logits(block)[:, :vocab_size].topk(count, dim=-1) for block in hidden.split(256)]
     ids, logits = torch.cat([b.indices for b in blocks]), torch.cat([b.values for b in blocks])
-    return ids.to("cpu", torch.int32), logits.to("cpu", torch.float16)
+    return ids.to("cpu", torch.int32), logits.to("cpu", torch.float16), hidden.to("cpu", torch.bfloat16)
+
+
+_COLUMNS = ("tokens", "top_ids", "top_logits", "states")
 
 
 def write_shard(file: Path, conversations: Sequence[Conversation]) -> None:
-    columns = {name: [getattr(c, name) for c in conversations] for name in ("tokens", "top_ids", "top_logits")}
+    columns = {name: [getattr(c, name) for c in conversations] for name in _COLUMNS}
     tensors = {name: torch.cat(parts) for name, parts in columns.items()}
     for name, dtype in (("prompt_len", torch.int64), ("seed", torch.int64), ("temperature", torch.float64)):
         tensors[name] = torch.tensor([getattr(c, name) for c in conversations], dtype=dtype)
@@ -144,9 +168,9 @@ def write_shard(file: Path, conversations: Sequence[Conversation]) -> None:
 def read_shard(file: Path) -> list[Conversation]:
     tensors = load_file(file)
     lengths = tensors["length"].tolist()
-    tokens, top_ids, top_logits = (tensors[name].split(lengths) for name in ("tokens", "top_ids", "top_logits"))
+    tokens, *others = (tensors[name].split(lengths) for name in _COLUMNS)
     scalars = (tensors[name].tolist() for name in ("prompt_len", "seed", "temperature"))
-    return [Conversation(*c) for c in zip(tokens, *scalars, top_ids, top_logits, strict=True)]
+    return [Conversation(*c) for c in zip(tokens, *scalars, *others, strict=True)]
 
 
 def held_out(conversation: Conversation) -> bool:
@@ -158,21 +182,22 @@ def held_out(conversation: Conversation) -> bool:
 # --- the draft
 
 
-def make_draft(target: DecoderModel, hidden_size: int, num_layers: int) -> DecoderModel:
-    """An untrained draft in fp32: the target's embedding and first layers, of which it has the `hidden_size` directions
-    in which the embedding varies most."""
+def make_draft(target: DecoderModel, hidden_size: int, num_layers: int, reads_states: bool = False) -> DecoderModel:
+    """An untrained draft in fp32: the target's embedding and first layers, or its last ones if it reads the target's
+    states, of which it has the `hidden_size` directions in which the embedding varies most."""
     config = target.config
     if not (0 < hidden_size <= config.hidden_size and 0 < num_layers <= config.num_layers):
         most = f"{config.hidden_size}x{config.num_layers}"
         raise ValueError(f"a draft of shape {hidden_size}x{num_layers} is not within the target's {most}")
-    windows = config.window_layers
+    windows, first = config.window_layers, config.num_layers - num_layers if reads_states else 0
     config = replace(
         config,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        window_layers=windows and tuple(layer for layer in windows if layer < num_layers),
+        window_layers=windows and tuple(i - first for i in windows if first <= i < first + num_layers),
         attn_impl="mha",
         tie_word_embeddings=True,
+        target_hidden_size=config.hidden_size if reads_states else 0,
     )
     draft = DecoderModel.from_config(config).to(target.device)
     state = {name: tensor.float() for name, tensor in target.state_dict().items()}
@@ -184,7 +209,12 @@ def make_draft(target: DecoderModel, hidden_size: int, num_layers: int) -> Decod
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             *path, module, kind = name.split(".")
-            tensor = state[name]
+            if "layers" in path:
+                path[2] = str(int(path[2]) + first)
+            if module == "state_proj":
+                parameter.copy_(basis.T * (embedding.norm(dim=1).mean() / state["model.norm.weight"].norm()))
+                continue
+            tensor = state[".".join((*path, module, kind))]
             if module == "embed_tokens":
                 tensor = tensor @ basis
             elif module == "norm":
@@ -220,7 +250,16 @@ def distillation_loss(draft: DecoderModel, batch: Sequence[Conversation], skip: 
     columns = top_ids.unique()
     others = torch.randint(draft.vocab_size, (_NEGATIVES,), generator=rng).to(device).unique()
     others = others[~torch.isin(others, columns)]
-    hidden = draft.hidden_states(ids.flatten().to(device), PackedBatch.uncached(len(batch), length, device))
+    extra = []
+    if draft.target_hidden_size:
+        states = torch.zeros(len(batch), length, draft.target_hidden_size)
+        for row, conversation in zip(states, batch, strict=True):
+            count = len(conversation.tokens)
+            row[:count] = conversation.chosen_by(torch.rand(count, generator=rng) < 0.5)
+        extra = [states.flatten(0, 1).to(device)]
+    hidden = draft.hidden_states(
+        ids.flatten().to(device), PackedBatch.uncached(len(batch), length, device), None, *extra
+    )
     hidden = hidden[learned.flatten().to(device)]
     weight = F.embedding(torch.cat((columns, others)), draft.model.embed_tokens.weight)
     logits = F.linear(hidden, weight).float()
@@ -250,8 +289,10 @@ def order(conversations: Sequence[Conversation], batch_size: int, seed: int) -> 
 
 @torch.inference_mode()
 def agreement(draft: DecoderModel, conversations: Sequence[Conversation]) -> list[np.ndarray]:
-    """For each token of each answer, whether the draft, asked after those before it, says the same: bool [answer]."""
+    """Whether the draft, asked for a token of an answer after those before it, says the same: bool [cases, tokens] an
+    answer, where case i is that i tokens have been drafted since it read a state of the target."""
     device = draft.device
+    cases = _SINCE if draft.target_hidden_size else 1
     table = SamplingTable(1, device)
     sampler = Sampler(table, Vocabulary(draft.vocab_size, None), device)
     agreed = []
@@ -260,10 +301,17 @@ def agreement(draft: DecoderModel, conversations: Sequence[Conversation]) -> lis
         table.set(0, params, conversation.seed, conversation.prompt_len, [], [])
         tokens = conversation.tokens.to(device)
         places = np.arange(conversation.prompt_len, len(tokens))
-        hidden = draft.hidden_states(tokens, PackedBatch.uncached(1, len(tokens), device))
-        logits = draft.logits(hidden[conversation.prompt_len - 1 : -1])
-        sampled = sampler(logits, np.zeros_like(places), places, tokens.unsqueeze(0))
-        agreed.append((sampled.ids == tokens[conversation.prompt_len :]).cpu().numpy())
+        right = np.zeros((cases, len(places)), dtype=bool)
+        for first in range(cases):
+            extra = []
+            if draft.target_hidden_size:
+                extra = [conversation.chosen_by(torch.arange(len(tokens)) % cases == first).to(device)]
+            hidden = draft.hidden_states(tokens, PackedBatch.uncached(1, len(tokens), device), None, *extra)
+            logits = draft.logits(hidden[conversation.prompt_len - 1 : -1])
+            sampled = sampler(logits, np.zeros_like(places), places, tokens.unsqueeze(0))
+            said = (sampled.ids == tokens[conversation.prompt_len :]).cpu().numpy()
+            right[(places - 1 - first) % cases, np.arange(len(places))] = said
+        agreed.append(right)
     return agreed
 
 
@@ -271,11 +319,12 @@ def tokens_a_step(agreed: Sequence[np.ndarray], gamma: int) -> float:
     """What a step yields on average with `gamma` drafted tokens, after the first token, which comes with the prompt."""
     tokens = steps = 0
     for right in agreed:
-        right = right[1:]
-        tokens += len(right)
-        at = 0
-        while at < len(right):
-            wrong = np.flatnonzero(~right[at : at + gamma])
+        right, at = right[:, 1:], 0
+        cases, count = right.shape
+        tokens += count
+        while at < count:
+            drafted = np.arange(min(gamma, count - at))
+            wrong = np.flatnonzero(~right[np.minimum(drafted, cases - 1), at + drafted])
             at += 1 + (int(wrong[0]) if len(wrong) else gamma)
             steps += 1
     return tokens / max(steps, 1)
@@ -361,7 +410,13 @@ class Trainer:
     ) -> None:
         self.draft, self.learned, self.judged, self.plan, self.file = draft.train(), learned, judged, plan, file
         self.half = half  # multiply in bf16
-        self.optimizer = torch.optim.AdamW(draft.parameters(), lr=0.0, betas=(0.9, 0.95), fused=True)
+        steady = min(1.0, _STEADY / draft.hidden_size)
+        groups: list[dict[str, Any]] = [{"params": [], "pace": steady}]
+        if draft.target_hidden_size:
+            length = float(learned[0].states.float().norm(dim=1).mean())
+            groups.append({"params": [draft.model.state_proj.weight], "pace": steady * _STATE_GAIN / length})
+        groups[0]["params"] = [p for name, p in draft.named_parameters() if "state_proj" not in name]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
         # where all begin alike, as with a system prompt, there is nothing to learn
         self.skip = len(os.path.commonprefix([c.tokens[: c.prompt_len - 1].tolist() for c in learned]))
         self.step, self.spent = 0, 0.0  # seconds of the CPU
@@ -389,7 +444,8 @@ class Trainer:
         with tqdm(total=self.last, initial=self.step, desc="Training", unit="step", leave=False, disable=None) as bar:
             while self.step < min(until, self.last):
                 rate = min(1.0, (self.step + 1) / warm_up, (self.last - self.step) / cool_down)
-                self.optimizer.param_groups[0]["lr"] = rate * plan.learning_rate
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate * plan.learning_rate * group["pace"]
                 batch = [self.learned[i] for i in next(batches)]
                 noise = torch.Generator().manual_seed(plan.seed + self.step)
                 with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self.half):
@@ -418,7 +474,7 @@ class Trainer:
         return {
             "step": self.step,
             "cpu_seconds": round(self.spent, 1),
-            "acceptance": round(float(np.concatenate(agreed).mean()), 4),
+            "acceptance": round(float(np.concatenate(agreed, axis=1)[0].mean()), 4),
             "tokens_a_step_at_gamma_4": round(tokens_a_step(agreed, 4), 4),
             "speed_up": round(speed_up, 4),
             "gamma": gamma,
@@ -430,16 +486,16 @@ def distill(
     output: Path,
     *,
     prompts: Sequence[str] | None = None,
-    shapes: Sequence[tuple[int, int]] | None = None,
+    shapes: Sequence[Shape] | None = None,
     device: str = "auto",
     **options: Any,
 ) -> dict[str, Any]:
     """Train a draft for the model in folder, hub id or file `model`, into the folder `output`, and go on with what is
     there from an interrupted run.
 
-    prompts: what the target is asked; None: it makes questions up. shapes: hidden size and layers of the drafts to
-    choose from. options: fields of Plan. Returns the report, which is in training/report.json as well. ValueError:
-    what can't be used, or a folder of another plan.
+    prompts: what the target is asked; None: it makes questions up. shapes: of the drafts to choose from. options:
+    fields of Plan. Returns the report, which is in training/report.json as well.
+    ValueError: what can't be used, or a folder of another plan.
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest() if prompts is not None else ""
@@ -451,18 +507,22 @@ def distill(
         raise ValueError(f"{model}: no draft can be made of a {type(target).__name__}")
     tokenizer.eos_token_ids |= frozenset(load_generation_defaults(path)["eos_token_ids"])
     shapes = shapes or _shapes(target.config)
-    drafts = {shape: make_draft(target, *shape) for shape in shapes}  # before the engine packs the target
+    drafts = {Shape(*shape): make_draft(target, *shape) for shape in shapes}  # before the engine packs the target
     _settle(folder / "plan.json", plan)
     conversations = _corpus(folder, target, tokenizer, prompts, plan)
     learned = [c for c in conversations if not held_out(c)]
     judged = [c for c in conversations if held_out(c)][:JUDGED]
     if not learned or not judged:
         raise ValueError(f"{len(conversations)} conversations: too few, or their prompts too alike, to hold some out")
+    # what it has never seen said it would hardly say itself, and a head costs as much as a layer or more
+    said = torch.cat([c.tokens[c.prompt_len :] for c in learned]).unique().tolist()
+    vocabulary = tuple(said) if len(said) < target.vocab_size // 2 else None
     report_file = folder / "report.json"
     report: dict[str, Any] = json.loads(report_file.read_text()) if report_file.exists() else {"drafts": {}}
     trainers = {}
     for shape, draft in drafts.items():
-        name = "{}x{}".format(*shape)
+        name = str(shape)
+        draft.config.draft_vocabulary = vocabulary
         if name not in report["drafts"]:
             attention = replace(draft.config, attn_impl=target.config.attn_impl)
             report["drafts"][name] = {"costs": asdict(measure(target, attention))}
@@ -495,10 +555,10 @@ def distill(
     return report
 
 
-def _shapes(config: DecoderConfig) -> list[tuple[int, int]]:
-    """A quarter to a half of the target's width, in 64s, and few layers."""
-    widths = {min(max(config.hidden_size * part // 512 * 64, 64), config.hidden_size) for part in (2, 4)}
-    return [(width, layers) for width in sorted(widths) for layers in (1, 2) if layers <= config.num_layers]
+def _shapes(config: DecoderConfig) -> list[Shape]:
+    """A quarter and a half of the target's width, in 64s, and the whole of it with its states."""
+    quarter, half = (min(max(config.hidden_size * part // 512 * 64, 64), config.hidden_size) for part in (2, 4))
+    return [Shape(quarter, 1), Shape(half, min(2, config.num_layers)), Shape(config.hidden_size, 1, True)]
 
 
 def _settle(file: Path, plan: Plan) -> None:
@@ -558,10 +618,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="a text file, a question a line; without it the target makes questions up")
     add("--conversations", type=_positive, default=768, help="that the target writes")
     add("--answer", type=_positive, default=256, help="tokens of an answer at most")
-    add("--steps", type=_positive, default=2000, help="of training at most")
+    add("--steps", type=_positive, default=1500, help="of training at most")
     add("--batch-size", type=_positive, default=8, help="conversations a step")
     add("--learning-rate", type=_rate, default=2e-3)
-    add("--shapes", type=_shape, nargs="+", metavar="HIDDENxLAYERS", help="to choose from (default: by the target's)")
+    add(
+        "--shapes",
+        type=_shape,
+        nargs="+",
+        metavar="HIDDENxLAYERS[+state]",
+        help="to choose from (default: by the target's); +state: reads the target's hidden states",
+    )
     add("--seed", type=int, default=0, help="with the same shape and number of threads, the same draft")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     return parser
@@ -597,9 +663,9 @@ def _rate(text: str) -> float:
     return value
 
 
-def _shape(text: str) -> tuple[int, int]:
-    hidden, _, layers = text.partition("x")
-    return _positive(hidden), _positive(layers)
+def _shape(text: str) -> Shape:
+    hidden, _, layers = text.removesuffix("+state").partition("x")
+    return Shape(_positive(hidden), _positive(layers), text.endswith("+state"))
 
 
 if __name__ == "__main__":

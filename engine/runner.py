@@ -36,6 +36,7 @@ class LaunchedStep:
     plan: StepPlan
     sampled: Sampled | None = None  # a row for each sampling run and for each draft, on its way to the host
     ready: torch.cuda.Event | None = None
+    states: torch.Tensor | None = None  # what each of those was chosen by, if a draft reads it
     prompt_scores: list[tuple[int, int, Sampled]] = field(default_factory=list)  # run, offset in it, its next tokens
 
 
@@ -92,6 +93,8 @@ class ModelRunner:
         self.scores_prompts = scores_prompts
         self.adapters = adapters
         self.device = model.device
+        if model.target_hidden_size:
+            table.hold_states(model.target_hidden_size)
         self.graphs: list[_Graph] = []  # of so many tokens:
         self._sizes: list[int] = []
         if self.device.type == "cuda" and model.attention.takes_token_pages:
@@ -115,7 +118,12 @@ class ModelRunner:
         batch = PackedBatch(
             positions, none, none, slot_mapping=inputs[2], page_size=self.pool.page_size, token_pages=inputs[3:]
         )
-        return self.model.hidden_states(self.table.device_tokens[rows, positions], batch, self.pool.pages)
+        return self._hidden_states(rows, batch)
+
+    def _hidden_states(self, rows: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        table, positions = self.table, batch.positions
+        extra = (table.states_at(rows, positions),) if self.model.target_hidden_size else ()
+        return self.model.hidden_states(table.device_tokens[rows, positions], batch, self.pool.pages, *extra)
 
     def _choose_next(self, graph: _Graph) -> torch.Tensor:
         """The token after each of a graph's, also put where the next step reads it."""
@@ -154,8 +162,7 @@ class ModelRunner:
         batch = PackedBatch.paged(
             self.page_table[plan.rows], self.pool.page_size, plan.starts, plan.counts, self.device
         )
-        token_rows = self._to_device(np.repeat(plan.rows, plan.counts))
-        return self.model.hidden_states(self.table.device_tokens[token_rows, batch.positions], batch, self.pool.pages)
+        return self._hidden_states(self._to_device(np.repeat(plan.rows, plan.counts)), batch)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -174,10 +181,16 @@ class ModelRunner:
             self.sampler.table.upload()
             graph.choose()
             step.sampled = Sampled(graph.ids[:tokens]).to_host()
+            step.states = hidden
         else:
             step.prompt_scores = self._score_prompts(plan, hidden)
             if plan.samples.any():
-                step.sampled = self._sample(plan, hidden).to_host()
+                step.sampled, step.states = self._sample(plan, hidden)
+                step.sampled = step.sampled.to_host()
+        if self.table.states is None or self.model.target_hidden_size:
+            step.states = None
+        elif step.states is not None and graph is not None:
+            step.states = step.states.clone()  # the graph's next replay may come before this step is committed
         if self.device.type == "cuda":
             step.ready = torch.cuda.Event()
             step.ready.record()
@@ -189,8 +202,8 @@ class ModelRunner:
             return False
         return bool(plan.samples.all() and self.sampler.table.plain[plan.rows].all())
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
-        """A token for the last one of each sampling run and for each of its drafts."""
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> tuple[Sampled, torch.Tensor]:
+        """A token for the last one of each sampling run and for each of its drafts, and the states they come from."""
         table = self.table
         rows, lengths = plan.rows[plan.samples], plan.lengths[plan.samples]
         last = (np.cumsum(plan.counts) - 1)[plan.samples]
@@ -206,7 +219,7 @@ class ModelRunner:
         places = self._to_device(np.stack((rows, lengths)))
         sampled = self.sampler(logits, rows, lengths, table.device_tokens, masks, places)
         table.device_tokens.index_put_((places[0], places[1]), sampled.ids.clamp(min=0).to(torch.int32))
-        return sampled
+        return sampled, hidden
 
     def _select_adapters(self, plan: StepPlan, adapters: AdapterSet) -> None:
         wanted = self.table.has_adapter[plan.rows]

@@ -176,7 +176,8 @@ class DraftMessage:
 
     uids, gammas, lengths, counts: int64 [n], the sequences of which something has changed: tokens to propose after the
     committed ones (0: stop working on it), tokens committed, and how many of those the draft doesn't know;
-    tokens: int32 [sum(counts)], those.
+    tokens: int32 [sum(counts)], those. states: for a draft that reads them, the target's final hidden states that chose
+    the last ones committed, or zeros, float16 [n, hidden_size].
     """
 
     step: int
@@ -187,6 +188,7 @@ class DraftMessage:
     lengths: np.ndarray
     counts: np.ndarray
     tokens: np.ndarray
+    states: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -86,6 +86,26 @@ class SequenceTable:
         self.tokens = np.zeros((rows, max_seq_len + 1), dtype=np.int32)
         # the same by the device: the sampler writes it, so that a step can follow one that is not committed yet
         self.device_tokens = torch.from_numpy(self.tokens).to(device)
+        self.states: torch.Tensor | None = None  # [rows, hidden_size], the target's, for a draft that reads them
+        self.state_places = torch.full((rows,), -1, device=device)  # of the tokens that were chosen by them
+
+    def hold_states(self, hidden_size: int) -> None:
+        """Have room for a final hidden state of the target a row, that which chose the row's last known token."""
+        if self.states is None:
+            rows, device = len(self.uid), self.device_tokens.device
+            self.states = torch.zeros((rows, hidden_size), dtype=torch.float32, device=device)
+
+    def set_states(self, rows: np.ndarray, places: np.ndarray, states: torch.Tensor | np.ndarray) -> None:
+        """Put states [n, hidden_size], which chose the tokens at places [n] of rows [n]."""
+        assert self.states is not None
+        at = torch.from_numpy(np.stack((rows, places))).to(self.states.device, non_blocking=True)
+        self.states.index_copy_(0, at[0], torch.as_tensor(states).to(self.states))
+        self.state_places.index_copy_(0, at[0], at[1])
+
+    def states_at(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """States [n, hidden_size] that chose the tokens at places [n] of rows [n], int64; zeros for those not held."""
+        assert self.states is not None
+        return self.states[rows] * (self.state_places[rows] == places).unsqueeze(1)
 
     def place(self, sequence: Sequence, row: int) -> None:
         """Give a sequence a row, with nothing computed."""

@@ -185,6 +185,11 @@ class DraftModelProposer:
 class DraftChannel(Protocol):
     """The way to a draft somewhere else. Neither method blocks beyond its timeout."""
 
+    @property
+    def target_hidden_size(self) -> int:
+        """Of the states that the draft reads; 0: none, or no draft."""
+        ...
+
     def send(self, message: DraftMessage) -> None:
         """Raises ConnectionError when there is no draft."""
         ...
@@ -268,9 +273,14 @@ class RemoteProposer:
         places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - self._told[rows], counts)
         tokens = table.tokens[np.repeat(rows, counts), places]
         introduced = [self._introduce(row) for row in np.flatnonzero(new).tolist()]
+        states = None
+        if self.channel.target_hidden_size:
+            table.hold_states(self.channel.target_hidden_size)
+            at = torch.from_numpy(np.stack((rows, lengths - 1))).to(table.device_tokens.device)
+            states = table.states_at(at[0], at[1]).to("cpu", torch.float16).numpy()
         self._step += 1
         message = DraftMessage(
-            self._step, self._dropped, introduced, table.uid[rows], wanted[rows], lengths, counts, tokens
+            self._step, self._dropped, introduced, table.uid[rows], wanted[rows], lengths, counts, tokens, states
         )
         try:
             self.channel.send(message)

@@ -46,6 +46,8 @@ class DecoderConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    target_hidden_size: int = 0  # of a draft that reads its target's last hidden state beside each token
+    draft_vocabulary: tuple[int, ...] | None = None  # the ids that a packed draft proposes; None: all
     model_type: str = "llama"
 
     def __post_init__(self) -> None:
@@ -162,6 +164,8 @@ class _Body(nn.Module):
             DecoderLayer(config, layer) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.target_hidden_size:
+            self.state_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
 
 
 class CausalLM(nn.Module, ABC):
@@ -177,6 +181,7 @@ class CausalLM(nn.Module, ABC):
     max_seq_len: int  # tokens
     attention: AttentionBackend  # ATTENTION.create(name)
     retention: int | None = None  # how many of the last tokens the widest layer sees; None: all
+    target_hidden_size = 0  # of a draft whose `hidden_states` take their target's; see DecoderModel
     packed = False
     quantization: str | None = None  # of the packed weights
     ranks: Any = None  # engine.parallel.Ranks that hold this model's other parts
@@ -300,6 +305,8 @@ class DecoderModel(CausalLM):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
+        self.target_hidden_size = config.target_hidden_size
+        self.draft_ids: Tensor | None = None  # int64, what a packed draft's head is limited to
         self.merged_adapter: Any = None  # what `merge_lora` put into the weights
 
     def pack(self, quantization: str | None = None) -> None:
@@ -312,24 +319,38 @@ class DecoderModel(CausalLM):
         packs = [pack for m in self.model.modules() if isinstance(pack := getattr(m, "pack", None), MethodType)]
         for pack in packs:
             pack()
+        if self.config.draft_vocabulary is not None:
+            self.draft_ids = torch.tensor(self.config.draft_vocabulary, device=self.device)
+            part = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
+            part.weight = nn.Parameter(self.lm_head.weight.data[self.draft_ids])  # type: ignore[index]
+            self.lm_head = part
         self.lm_head = packed(self.lm_head)
         for linear in self.modules():
             if isinstance(linear, PackedLinear):
                 linear.lay_out(None if linear is self.lm_head else quantization)
         self.packed, self.quantization = True, quantization
 
-    def hidden_states(self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, batch: PackedBatch, pages: KVPages | None = None, target_states: Tensor | None = None
+    ) -> Tensor:
+        """As of CausalLM. target_states, for a draft that reads them: [T, target_hidden_size], the final hidden state
+        of the target that each token was chosen by, or zeros (Li et al. 2024, EAGLE)."""
         layers = self.model.layers
         plans = {w: self.attention.plan(batch, w) for w in {layer.self_attn.window for layer in layers}}
         step = _Step(batch, plans, *self.rotary.rows(batch.positions))
         # the residual stream is fp32 whatever the weights are: it halves the error of bf16 and costs next to nothing
         x, delta = self.model.embed_tokens(input_ids).float(), None
+        if target_states is not None:
+            x = x + self.model.state_proj(target_states.to(self.model.state_proj.weight.dtype))
         for index, layer in enumerate(layers):
             x, delta = layer(x, delta, step, pages[index] if pages is not None else None)
         return self.model.norm.add(x, delta)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        if self.draft_ids is None:
+            return logits
+        return logits.new_full((len(hidden), self.vocab_size), -math.inf).index_copy_(1, self.draft_ids, logits)
 
 
 def create_decoder_kv_caches(

@@ -93,8 +93,21 @@ def decoder_config(config: dict[str, Any], max_seq_len: int | None = None) -> De
         attention_out_bias=switch(family.out_bias),
         mlp_bias=switch(family.mlp_bias),
         qk_norm=family.qk_norm,
+        target_hidden_size=_of_draft(config, "target_hidden_size", 0),
+        draft_vocabulary=tuple(ids) if (ids := _of_draft(config, "draft_vocabulary", [])) else None,
         model_type=str(model_type),
     )
+
+
+def _of_draft(config: dict[str, Any], key: str, default: Any) -> Any:
+    """What `llm-distill` adds to a draft's config.json. ValueError: not a size, or ids that the vocabulary lacks."""
+    value, vocab_size = config.get(key, default), config.get("vocab_size", 0)
+    good = type(value) is int and value >= 0
+    if isinstance(default, list):
+        good = isinstance(value, list) and all(type(i) is int and 0 <= i < vocab_size for i in value)
+    if not good:
+        raise ValueError(f"{key} is {str(value)[:60]}")
+    return value
 
 
 def hugging_face_config(config: DecoderConfig) -> dict[str, Any]:
@@ -137,6 +150,10 @@ def _candidate(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_word_embeddings,
     }
+    if config.target_hidden_size:
+        candidate["target_hidden_size"] = config.target_hidden_size
+    if config.draft_vocabulary is not None:
+        candidate["draft_vocabulary"] = list(config.draft_vocabulary)
     switches = (family.mlp_bias, config.mlp_bias), (family.out_bias, config.attention_out_bias)
     for key, value in (*switches, (family.qkv_bias, config.qkv_bias)):
         if isinstance(key, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import distill as distillation
 from engine.batch_engine import ContinuousBatchingEngine
-from engine.distill import Costs, distill, held_out, main, make_draft, read_shard, tokens_a_step
+from engine.distill import Costs, Shape, distill, held_out, main, make_draft, read_shard, tokens_a_step
 from engine.generation import batch_generate_requests
 from engine.models.loader import load_model
 from engine.models.publisher import save_pretrained
@@ -66,8 +67,8 @@ def test_a_draft_learns_its_target(trained: tuple[Path, dict[str, Any]]) -> None
     assert json.loads((trained[0] / "training" / "report.json").read_text()) == trained[1]
 
 
-def test_the_engine_accepts_as_often_as_reported(target: Path, trained: tuple[Path, dict[str, Any]]) -> None:
-    folder, report = trained
+def tokens_a_step_in_an_engine(target: Path, folder: Path) -> float:
+    """Over the conversations that were held out, with gamma 4."""
     conversations = [c for file in folder.glob("training/*.safetensors") for c in read_shard(file) if held_out(c)]
     assert 0 < len(conversations) <= distillation.JUDGED
     requests = [
@@ -89,7 +90,45 @@ def test_the_engine_accepts_as_often_as_reported(target: Path, trained: tuple[Pa
         assert result.token_ids == ids[: len(result.token_ids)] and len(ids) - len(result.token_ids) in (0, 1)
     tokens = sum(len(c.tokens) - c.prompt_len - 1 for c in conversations)
     steps = tokens - engine.speculation_stats().accepted
-    assert tokens / steps == pytest.approx(history(report)[-1]["tokens_a_step_at_gamma_4"], abs=1e-3)
+    return tokens / steps
+
+
+def test_the_engine_accepts_as_often_as_reported(target: Path, trained: tuple[Path, dict[str, Any]]) -> None:
+    expected = history(trained[1])[-1]["tokens_a_step_at_gamma_4"]
+    assert tokens_a_step_in_an_engine(target, trained[0]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_draft_that_reads_states(target: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """What is expected of it takes for granted that a state is read every few tokens."""
+    shutil.copytree(trained[0] / "training", tmp_path / "training", ignore=shutil.ignore_patterns("*.pt", "*.json"))
+    report = distill(str(target), tmp_path, shapes=[Shape(32, 1, True)], **OPTIONS | {"steps": 80})
+    points = history(report, "32x1+state")
+    assert points[-1]["acceptance"] > 0.6
+    found = tokens_a_step_in_an_engine(target, tmp_path)
+    assert found == pytest.approx(points[-1]["tokens_a_step_at_gamma_4"], rel=0.1)
+    draft = load_model(tmp_path)
+    assert draft.target_hidden_size == 32
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        assert (opened(IDS).logits - draft(IDS)).abs().max() < 1e-4  # where no state is read it is an ordinary decoder
+
+
+def test_a_packed_draft_proposes_what_it_has_learned_alone(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    model.config.draft_vocabulary = (3, 5, 60)
+    save_pretrained(model, tmp_path)
+    loaded = load_model(tmp_path)
+    with torch.inference_mode():
+        whole = loaded(IDS)
+        loaded.pack()
+        part = loaded(IDS)
+    assert torch.allclose(part[..., [3, 5, 60]], whole[..., [3, 5, 60]], atol=1e-4)
+    assert torch.isneginf(part).sum() == part.numel() * (1 - 3 / part.shape[-1])
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, wrong in (("draft_vocabulary", [3, 64]), ("draft_vocabulary", 3), ("target_hidden_size", -1)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: wrong}))
+        with pytest.raises(ValueError, match=key):
+            load_model(tmp_path)
 
 
 def test_the_folder_is_one_of_transformers(trained: tuple[Path, dict[str, Any]]) -> None:
@@ -211,7 +250,7 @@ def test_a_narrow_draft_keeps_what_the_embedding_says() -> None:
 
 
 def test_tokens_a_step_and_speed_up() -> None:
-    right = [np.array([True, *pattern], dtype=bool) for pattern in ([1, 1, 0, 1, 0, 0], [0, 0])]
+    right = [np.array([[True, *pattern]], dtype=bool) for pattern in ([1, 1, 0, 1, 0, 0], [0, 0])]
     assert tokens_a_step(right, 1) == 8 / (4 + 2)  # 1 1 | 0 | 1 0 | 0, and 0 | 0
     assert tokens_a_step(right, 2) == 8 / (3 + 2)
     assert Costs(1.0, 1.0, 0.0).speed_up(right) == (8 / 5, distillation.MAX_GAMMA)
