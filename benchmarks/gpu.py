@@ -181,7 +181,7 @@ def correctness(args: argparse.Namespace, device: Any) -> bool:
     shapes = [(9, 3, 64), (32, 8, 64), (32, 8, 128), (16, 1, 256), (4, 4, 80)]
     for heads, kv_heads, dim in shapes[:1] if args.dry_run else shapes:
         for dtype, most in dtypes.items():
-            for window, page_size in ((None, 16), (100, 48)):
+            for window, page_size in ((None, 64), (100, 16)):
                 name = f"attention {dtype} {heads}/{kv_heads} heads of {dim}, window {window}, pages of {page_size}"
                 check(name, attention(dtype, heads, kv_heads, dim, window, page_size), most)
     x, delta, weight = torch.randn(3, 7, 576, device=device)

@@ -31,6 +31,7 @@ from engine.attention.paged_triton import TritonAttention
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+PAGE = TritonAttention.default_page_size
 # heads, KV heads, head_dim, hidden size, intermediate size, vocabulary
 SHAPES = {
     "135M": (9, 3, 64, 576, 1536, 49152),
@@ -75,16 +76,16 @@ def launch_all(shape: str, dtype: torch.dtype) -> None:
     """What a model of the shape launches in graphs of 1 and of 256 tokens, and in a step with a prompt."""
     heads, kv_heads, dim, hidden, intermediate, vocab = SHAPES[shape]
     attention = TritonAttention()
-    k_pages, v_pages = torch.zeros(2, 256, 16, kv_heads, dim, dtype=dtype)
+    k_pages, v_pages = torch.zeros(2, 256, PAGE, kv_heads, dim, dtype=dtype)
     none = np.empty(0, np.int64)
     batches = []
     for tokens in (1, 256):
         inputs = torch.zeros(3 + 128, tokens, dtype=torch.int32)
         batches.append(
-            PackedBatch(inputs[1].long(), none, none, slot_mapping=inputs[2], page_size=16, token_pages=inputs[3:])
+            PackedBatch(inputs[1].long(), none, none, slot_mapping=inputs[2], page_size=PAGE, token_pages=inputs[3:])
         )
     table = np.zeros((2, 64), dtype=np.int32)
-    batches.append(PackedBatch.paged(table, 16, np.array([500, 0]), np.array([1, 700]), CPU))
+    batches.append(PackedBatch.paged(table, PAGE, np.array([500, 0]), np.array([1, 700]), CPU))
     for batch in batches:
         tokens = len(batch.positions)
         packed = torch.zeros(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)

@@ -149,7 +149,7 @@ def draft_elsewhere(vocab_size: int, rows: int, max_seq_len: int) -> Iterator[tu
     channel = SocketChannel()
     try:
         address, key = ours.recv()
-        channel.connect(address, key, "benchmark", vocab_size, 64)
+        channel.connect(address, key, "benchmark", vocab_size, 0)
         assert process.pid is not None
         yield channel, psutil.Process(process.pid)
     finally:
@@ -379,7 +379,7 @@ def measure(mode: str, acceptance: float, gamma: int, sleeps: Costs, tokens: int
     host = DraftHost(DraftServer(drafter_of(draft, 1, context)), "127.0.0.1", SMALL, {})
     channel = SlowChannel(sleeps.round_trip)
     try:
-        channel.connect(host.address, host.key, "check", SMALL, 64)
+        channel.connect(host.address, host.key, "check", SMALL, 0)
         return run_engine(ContinuousBatchingEngine(target, None, draft_channel=channel, **options), tokens)
     finally:
         channel.close()

@@ -301,7 +301,7 @@ class Sampler:
 
         scores = logits[:, : self.vocab_size]
         if len(self.forbidden):
-            scores[:, self.forbidden] = float("-inf")
+            scores.index_fill_(1, self.forbidden, float("-inf"))
         table = self.table
         return choose(scores, row_ids, table.temperature.device, table.seed.device, positions, INVALID)
 
