@@ -17,37 +17,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from cloudcoil.models.kubernetes.core import v1 as core
 
 from tests.kubernetes import ApiServer
 from tests.test_docs import DOCS
-from tests.test_manifests import CRD, K8S, MODELS, ROOT, SERVICES, containers, service, strict, unlike
+from tests.test_manifests import K8S, MODELS, ROOT, SERVICES, containers, ray_services, service, unlike
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="module")
-def ray_service() -> jsonschema.Draft7Validator | None:
-    if not CRD.exists():
-        return None
-    versions = {v["name"]: v for v in yaml.load(CRD.read_text(), yaml.CSafeLoader)["spec"]["versions"]}
-    schema = strict(versions["v1"]["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {"type": "object"}
-    return jsonschema.Draft7Validator(schema)
-
-
 @pytest.fixture
-def cluster(ray_service: jsonschema.Draft7Validator | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    crd = ray_services()
     monkeypatch.setitem(MODELS, "ConfigMap", core.ConfigMap)
 
     def validate(found: dict[str, Any]) -> list[str]:
-        if found["kind"] != "RayService":
-            return [f"unknown field in {found['kind']}"] if unlike(found) else []
-        return [error.message for error in ray_service.iter_errors(found)] if ray_service is not None else []
+        if found["kind"] == "RayService":
+            return [error.message for error in crd.iter_errors(found)]
+        return [f"unknown field in {found['kind']}"] if unlike(found) else []
 
     server = ApiServer(validate)
     yield server
@@ -122,8 +112,6 @@ def test_manifests_are_applied(name: str, cluster: ApiServer, run: Run) -> None:
 
 @needs_kubectl
 def test_a_misspelt_field_is_refused(cluster: ApiServer, run: Run, tmp_path: Path) -> None:
-    if not CRD.exists():
-        pytest.skip("KubeRay's CRD is not beside this checkout")
     manifest = service(SERVICES[0])
     manifest["spec"]["upgradeStrategie"] = {}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(manifest))

@@ -78,8 +78,8 @@ def strict(schema: Any) -> Any:
     return made
 
 
-@pytest.fixture(scope="module")
-def crd() -> Any:
+def ray_services() -> Any:
+    """What validates a RayService."""
     if not CRD.exists():
         pytest.skip("KubeRay's CRD is not beside this checkout")
     versions = {
@@ -88,6 +88,11 @@ def crd() -> Any:
     schema = strict(versions["v1"]["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}
     return jsonschema.Draft7Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def crd() -> Any:
+    return ray_services()
 
 
 @pytest.mark.parametrize("name", SERVICES)
