@@ -3,6 +3,7 @@ the names of large ones."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -19,12 +20,17 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from app.bench.report import Report
-from tests.e2e.conftest import ROOT, Server, llm_serve
+from app.cli import free_ports
+from tests.e2e.conftest import ROOT, Server, llm_serve, wait_until
 from tests.engine.fake_hub import TOKEN, fake_hub
 from tests.engine.made_tokenizers import byte_level_tokenizer
 from tests.test_docs import commands
 
-SHORTER = {"--requests": ["--requests", "12"], "--duration": ["--duration", "2"], "--find-rate": ["--duration", "1"]}
+SHORTER = {
+    "--requests": ["--requests", "12"],
+    "--duration": ["--duration", "2"],
+    "--find-rate": ["--duration", "1", "--find-rate", "e2e=2000"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +69,31 @@ def test_llm_bench(server: Server, tmp_path: Path) -> None:
 
 def test_programs_that_need_no_server() -> None:
     """Whose figures are tested elsewhere: that they run as printed."""
-    [capacity] = [command for _, command in commands() if command.startswith("python benchmarks/capacity.py --")]
+    [capacity] = [command for _, command in commands() if command.startswith("python")]
     assert "requests/s" in run(capacity, ROOT)
     [more] = [command for _, command in commands() if command == "llm-serve --help"]
     assert "--speculation" in run(more, ROOT)
+
+
+def test_make_serve() -> None:
+    """The README's first command."""
+    [port] = free_ports(1)
+    process = subprocess.Popen(["make", "serve", f"ARGS=--port {port}"], cwd=ROOT, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: process.poll() is not None or is_ready(url))
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 16}, timeout=120).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/ready").status_code == 200
+    return False
 
 
 @dataclass
