@@ -468,7 +468,8 @@ class Trainer:
 
     def judge(self, costs: Costs) -> dict[str, float]:
         self.draft.eval()
-        agreed = agreement(self.draft, self.judged)
+        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self.half):
+            agreed = agreement(self.draft, self.judged)
         self.draft.train()
         speed_up, gamma = costs.speed_up(agreed)
         return {
@@ -618,7 +619,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="a text file, a question a line; without it the target makes questions up")
     add("--conversations", type=_positive, default=768, help="that the target writes")
     add("--answer", type=_positive, default=256, help="tokens of an answer at most")
-    add("--steps", type=_positive, default=1500, help="of training at most")
+    add("--steps", type=_positive, default=800, help="of training at most")
     add("--batch-size", type=_positive, default=8, help="conversations a step")
     add("--learning-rate", type=_rate, default=2e-3)
     add(

@@ -113,7 +113,7 @@ class SamplingTable:
         self.bias_ids = _Column(rows, np.int64, device, width=4)
         self.bias = _Column(rows, np.float32, device, width=4)
         self.greedy = np.ones(rows, dtype=bool)
-        self.filtered = np.zeros(rows, dtype=bool)
+        self.filtered = np.zeros(rows, dtype=bool)  # by top_k, top_p or min_p, which greedy rows ignore
         self.penalised = np.zeros(rows, dtype=bool)
         self.biased = np.zeros(rows, dtype=bool)
         self.has_min_len = np.zeros(rows, dtype=bool)
@@ -143,7 +143,8 @@ class SamplingTable:
         if not self.on_host:
             self._changed.append(row)
         self.greedy[row] = params.temperature == 0
-        self.filtered[row] = params.top_k is not None or params.top_p < 1 or params.min_p > 0
+        filters = params.top_k is not None or params.top_p < 1 or params.min_p > 0
+        self.filtered[row] = filters and not self.greedy[row]
         self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
             1,
             0,
@@ -310,7 +311,7 @@ class Sampler:
         greedy = self.table.greedy[rows]
         if self.fused:
             ids = self.choose_plain(scores, row_ids, positions)
-            filtered = np.flatnonzero(self.table.filtered[rows] & ~greedy)
+            filtered = np.flatnonzero(self.table.filtered[rows])
             if len(filtered):
                 at = torch.from_numpy(filtered).to(scores.device)
                 tempered = scores[at].float().div_(self.table.temperature.device[row_ids[at]].unsqueeze(1))
@@ -336,7 +337,7 @@ class Sampler:
         scores = logits[:, : self.vocab_size].to(torch.float32, copy=True)
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
         scores /= table.temperature.device[row_ids].unsqueeze(1)
-        filtered = np.flatnonzero(table.filtered[rows] & ~table.greedy[rows])
+        filtered = np.flatnonzero(table.filtered[rows])
         if len(filtered):
             at = torch.from_numpy(filtered).to(scores.device)
             kept = scores[at]

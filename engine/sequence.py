@@ -122,6 +122,8 @@ class SequenceTable:
         self.has_grammar[row] = sequence.grammar is not None
         self.has_adapter[row] = sequence.adapter is not None
         self.fresh[row] = True
+        if self.states is not None:
+            self.state_places[row] = -1
         self.tokens[row, :count] = sequence.tokens
         if self.device_tokens.device.type != "cpu":
             self.device_tokens[row, :count] = torch.from_numpy(sequence.tokens)
