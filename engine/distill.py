@@ -250,16 +250,15 @@ def distillation_loss(draft: DecoderModel, batch: Sequence[Conversation], skip: 
     columns = top_ids.unique()
     others = torch.randint(draft.vocab_size, (_NEGATIVES,), generator=rng).to(device).unique()
     others = others[~torch.isin(others, columns)]
-    extra = []
+    states = None
     if draft.target_hidden_size:
         states = torch.zeros(len(batch), length, draft.target_hidden_size)
         for row, conversation in zip(states, batch, strict=True):
             count = len(conversation.tokens)
             row[:count] = conversation.chosen_by(torch.rand(count, generator=rng) < 0.5)
-        extra = [states.flatten(0, 1).to(device)]
-    hidden = draft.hidden_states(
-        ids.flatten().to(device), PackedBatch.uncached(len(batch), length, device), None, *extra
-    )
+        states = states.flatten(0, 1).to(device)
+    runs = PackedBatch.uncached(len(batch), length, device)
+    hidden = draft.hidden_states(ids.flatten().to(device), runs, target_states=states)
     hidden = hidden[learned.flatten().to(device)]
     weight = F.embedding(torch.cat((columns, others)), draft.model.embed_tokens.weight)
     logits = F.linear(hidden, weight).float()
@@ -303,10 +302,11 @@ def agreement(draft: DecoderModel, conversations: Sequence[Conversation]) -> lis
         places = np.arange(conversation.prompt_len, len(tokens))
         right = np.zeros((cases, len(places)), dtype=bool)
         for first in range(cases):
-            extra = []
+            states = None
             if draft.target_hidden_size:
-                extra = [conversation.chosen_by(torch.arange(len(tokens)) % cases == first).to(device)]
-            hidden = draft.hidden_states(tokens, PackedBatch.uncached(1, len(tokens), device), None, *extra)
+                states = conversation.chosen_by(torch.arange(len(tokens)) % cases == first).to(device)
+            runs = PackedBatch.uncached(1, len(tokens), device)
+            hidden = draft.hidden_states(tokens, runs, target_states=states)
             logits = draft.logits(hidden[conversation.prompt_len - 1 : -1])
             sampled = sampler(logits, np.zeros_like(places), places, tokens.unsqueeze(0))
             said = (sampled.ids == tokens[conversation.prompt_len :]).cpu().numpy()
