@@ -509,39 +509,40 @@ class ContinuousBatchingEngine:
     ) -> tuple[StepTokens | None, int]:
         table = self.table
         live = table.uid[plan.rows] == plan.uids
-        accepted = np.zeros(len(plan.rows), dtype=np.int64)
+        accepted = np.zeros_like(plan.drafts)
         if sampled is None:
             self.scheduler.commit(plan, live, accepted)
             return None, 0
-        # [R, 1 + G]: what the target samples after the last known token and after each draft
-        samples, per_run = sampled.ids.numpy()[:, None], plan.drafts[plan.samples] + 1
+        rows, lengths, alive = plan.rows[plan.samples], plan.lengths[plan.samples], live[plan.samples]
+        counts, flat = np.ones_like(rows), np.arange(len(rows))  # of each run's new tokens; its first sample
+        samples = sampled.ids.numpy()[:, None]  # [R, 1 + G], after the last known token and after each draft
         if plan.verifies:
-            samples = np.full((len(per_run), per_run.max()), NO_TOKEN, dtype=np.int64)
+            per_run = plan.drafts[plan.samples] + 1
+            flat = np.cumsum(per_run) - per_run
+            samples = np.full((len(rows), per_run.max()), NO_TOKEN, dtype=np.int64)
             samples[np.arange(samples.shape[1]) < per_run[:, None]] = sampled.ids.numpy()
-        places = np.arange(samples.shape[1])
-        if len(plan.draft_ids):
-            accepted[plan.samples] = accept(samples, plan.draft_ids[plan.samples, : len(places) - 1])
-            if self._speculator is not None:
+            if self._speculator is not None and len(plan.draft_ids):
+                accepted[plan.samples] = accept(samples, plan.draft_ids[plan.samples, : samples.shape[1] - 1])
                 self._speculator.learn(plan, accepted)
-        rows, lengths, counts = plan.rows[plan.samples], plan.lengths[plan.samples], accepted[plan.samples] + 1
-        flat = np.cumsum(per_run) - per_run  # of each run's first sample
-        alive = live[plan.samples]
+                counts = accepted[plan.samples] + 1
         if not alive.all():
             rows, lengths, counts, flat, samples = (x[alive] for x in (rows, lengths, counts, flat, samples))
-        new = places < counts[:, None]
-        i, j = np.nonzero(new)
-        table.tokens[rows[i], lengths[i] + j] = samples[new]
+        for j, column in enumerate(samples.T):
+            new = counts > j
+            table.tokens[rows[new], lengths[new] + j] = column[new]
         self.scheduler.commit(plan, live, accepted)
-        stops = (self.sampling.stop_ids.host[rows][:, None] == samples[:, :, None]).any(2) | (samples == INVALID)
-        stops &= new
-        stopped = stops.any(1)
-        emits = np.where(stopped, stops.argmax(1), counts)
+        stopped, emits = np.zeros(len(rows), dtype=bool), counts.copy()
+        stops = self.sampling.stop_ids.host[rows][:, None] == samples[:, :, None]
+        if stops.any():  # seldom
+            ends_here = stops.any(2) & (np.arange(samples.shape[1]) < counts[:, None])
+            stopped = ends_here.any(1)
+            emits = np.where(stopped, ends_here.argmax(1), counts)
         full = lengths + emits >= table.limit[rows]
         table.known[rows] = lengths + emits
         if states is not None:
             table.set_states(rows, lengths + counts - 1, states[torch.from_numpy(flat + counts - 1)])
         table.first_token[rows[table.first_token[rows] == 0]] = time.monotonic()
-        for k in np.flatnonzero(table.has_grammar[rows]).tolist():
+        for k in np.flatnonzero(table.has_grammar[rows]).tolist() if plan.masked else ():
             if not self._advance_grammar(int(rows[k]), samples[k, : counts[k]].tolist()):
                 emits[k] = 0
         texts = np.flatnonzero(table.has_reader[rows] & (emits > 0))
@@ -550,13 +551,12 @@ class ContinuousBatchingEngine:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if sampled.logprob is not None:
             logprobs = self._record_logprobs(rows, sampled, flat, emits)
-        emitted = places < emits[:, None]
         generated = int(emits.sum())
         self._counters.generated_tokens += generated
         tags = table.tag[rows]
         told = (tags >= 0) & (emits > 0)
-        tags, told_counts = tags[told], emits[told].astype(np.int32)
-        tokens = samples[told][emitted[told]].astype(np.int32)
+        emitted = told[:, None] & (np.arange(samples.shape[1]) < emits[:, None])
+        tags, told_counts, tokens = tags[told], emits[told].astype(np.int32), samples[emitted].astype(np.int32)
         ends = stopped | full
         ends[texts] = True
         for k in np.flatnonzero(ends).tolist():
@@ -581,8 +581,8 @@ class ContinuousBatchingEngine:
         origins = None
         if len(plan.draft_ids):
             ahead = np.zeros(len(alive), dtype=bool) if plan.ahead is None else plan.ahead[plan.samples]
-            drafted = (places < counts[:, None] - 1) * (1 + ahead[alive])[:, None]
-            origins = drafted[told][emitted[told]].astype(np.int8)
+            drafted = (np.arange(samples.shape[1]) < counts[:, None] - 1) * (1 + ahead[alive])[:, None]
+            origins = drafted[emitted].astype(np.int8)
         return StepTokens(tags, told_counts, tokens, logprobs=logprobs, origins=origins), generated
 
     def _advance_grammar(self, row: int, token_ids: list[int]) -> bool:

@@ -198,7 +198,7 @@ class ModelRunner:
 
     def _is_plain(self, plan: StepPlan, tokens: int) -> bool:
         """Whether each of the plan's tokens is to be followed by one, chosen by temperature and noise alone."""
-        if plan.masked or len(plan.rows) + plan.drafts.sum() < tokens:
+        if plan.masked or len(plan.rows) + (plan.drafts.sum() if plan.verifies else 0) < tokens:
             return False
         return bool(plan.samples.all() and self.sampler.table.plain[plan.rows].all())
 

@@ -109,7 +109,7 @@ class SamplingTable:
         self.seed = _Column(rows, np.int64, device)
         self.prompt_len = _Column(rows, np.int64, device)
         self.min_len = _Column(rows, np.int64, device)  # no stop id below this many tokens, prompt included
-        self.stop_ids = _Column(rows, np.int64, device, fill=-1, width=4)
+        self.stop_ids = _Column(rows, np.int64, device, fill=INVALID, width=5)  # INVALID, which ends a row, among them
         self.bias_ids = _Column(rows, np.int64, device, width=4)
         self.bias = _Column(rows, np.float32, device, width=4)
         self.greedy = np.ones(rows, dtype=bool)
@@ -137,7 +137,7 @@ class SamplingTable:
         self.seed.host[row] = seed
         self.prompt_len.host[row] = prompt_len
         self.min_len.host[row] = prompt_len + params.min_tokens
-        self.stop_ids.set_list(row, stop_ids)
+        self.stop_ids.set_list(row, [INVALID, *stop_ids])
         self.bias_ids.set_list(row, list(params.logit_bias))
         self.bias.set_list(row, list(params.logit_bias.values()))
         if not self.on_host:

@@ -191,15 +191,14 @@ class Scheduler:
         """Count the keys and values of a step's live runs, of which `accepted` [B] drafts stand; publish the pages
         they filled, give back those of rejected drafts, let go of those that left the window."""
         table, size = self.table, self.pool.page_size
-        rows = plan.rows[live]
-        table.committed[rows] = (plan.starts + plan.counts - plan.drafts + accepted)[live]
+        rows, committed = plan.rows[live], (plan.starts + plan.counts - plan.drafts + accepted)[live]
+        table.committed[rows] = committed
         if plan.verifies:
             table.computed[rows] += accepted[live]
             table.length[rows] += accepted[live]
             self._shrink(rows)
-        filled = table.committed[rows] // size > table.published[rows]
-        prompt_end = table.prompt_len[rows]
-        ended = (plan.starts[live] < prompt_end) & (prompt_end <= table.committed[rows])
+        filled = committed // size > table.published[rows]
+        ended = (plan.starts[live] < table.prompt_len[rows]) & (table.prompt_len[rows] <= committed)
         for row in rows[filled | ended].tolist():
             self._publish(row, tail=bool(table.committed[row] >= table.prompt_len[row]))
             self._leave_window(row)
