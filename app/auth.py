@@ -22,8 +22,9 @@ INNER_SESSION_HEADER = b"x-pilotfish-session-id"
 PRIORITY = "pilotfish.priority"
 """In the scope: the best priority that the key gives."""
 _ROUTES_PATH = "/-/routes"  # where Serve tells anybody the names of its applications
-# Headers that Ray Serve itself obeys (and decodes unchecked); a client has no say in them.
-_SERVE_HEADERS = frozenset({b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", SESSION_HEADER})
+_RENAMED = {DEADLINE_HEADER: INNER_DEADLINE_HEADER, SESSION_HEADER: INNER_SESSION_HEADER}
+# Headers that Ray Serve itself obeys (and decodes unchecked), however spelt; a client has no say in them.
+_SERVE_HEADERS = frozenset({b"x_request_disconnect_disabled", b"serve_multiplexed_model_id", b"x_session_id"})
 
 
 def serve_middlewares() -> list[Middleware]:
@@ -59,12 +60,8 @@ class HeadersMiddleware:
             if name == REQUEST_ID:
                 if not request_id and 0 < len(value) <= 128 and value.isascii() and value.decode().isprintable():
                     request_id = value
-            elif name == DEADLINE_HEADER:
-                kept.append((INNER_DEADLINE_HEADER, value))
-            elif name == SESSION_HEADER:
-                kept.append((INNER_SESSION_HEADER, value))
-            elif name.replace(b"-", b"_") not in _UNDERSCORED_SERVE_HEADERS:
-                kept.append((name, value))
+            elif name in _RENAMED or name.replace(b"-", b"_") not in _SERVE_HEADERS:
+                kept.append((_RENAMED.get(name, name), value))
         request_id = request_id or uuid.uuid4().hex.encode()
         kept.append((REQUEST_ID, request_id))
         scope["headers"] = kept
@@ -85,9 +82,6 @@ class HeadersMiddleware:
             await self.app(scope, receive, send_with_id)
             return
         await send_error(send_with_id, error, scope, request_id.decode())
-
-
-_UNDERSCORED_SERVE_HEADERS = frozenset(name.replace(b"-", b"_") for name in _SERVE_HEADERS)
 
 
 class AuthMiddleware:
@@ -115,7 +109,8 @@ class AuthMiddleware:
                 scheme, _, credentials = value.strip().partition(b" ")
                 if scheme.lower() == b"bearer":
                     offered.append(credentials.strip())
-        if not any(offered):
+        offered = [key for key in offered if key]
+        if not offered:
             raise ApiError(
                 401,
                 "no API key: send `Authorization: Bearer <key>` or `X-API-Key: <key>`",

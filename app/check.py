@@ -5,6 +5,8 @@ Ray takes misspelt keys for nothing at all: here every key is looked up in the s
 
 from __future__ import annotations
 
+import contextlib
+import os
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,8 +37,8 @@ def check_file(path: str) -> list[str]:
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ConfigError(f"{path}: neither a Serve config nor a RayService")
     if "kind" not in documents[0]:
-        return list(_config_problems(documents[0], {}))
-    services = [document for document in documents if document["kind"] == "RayService"]
+        return list(_config_problems(documents[0]))
+    services = [document for document in documents if document.get("kind") == "RayService"]
     if not services:
         raise ConfigError(f"{path}: no RayService in it")
     return [problem for service in services for problem in _service_problems(service)]
@@ -45,46 +47,88 @@ def check_file(path: str) -> list[str]:
 def _service_problems(service: Mapping[str, Any]) -> Iterator[str]:
     try:
         text, cluster = service["spec"]["serveConfigV2"], service["spec"]["rayClusterConfig"]
-        groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
+        groups = [cluster["headGroupSpec"], *(cluster.get("workerGroupSpecs") or ())]
         containers = [group["template"]["spec"]["containers"][0] for group in groups]
-    except (KeyError, TypeError, IndexError) as missing:
+    except (KeyError, TypeError, IndexError, AttributeError) as missing:
         yield f"RayService: has no {missing}"
         return
-    environments = [{entry["name"]: entry.get("value", "a secret") for entry in c.get("env", ())} for c in containers]
-    common = {k: v for k, v in environments[0].items() if all(k in other for other in environments)}
-    for name in sorted(set().union(*environments) - common.keys()):
+    try:
+        environments = [{entry["name"]: entry for entry in container.get("env") or ()} for container in containers]
+        common = {k: v for k, v in environments[0].items() if all(k in other for other in environments)}
+        options = {k: v for k, v in common.items() if k.upper().startswith(ENV_PREFIX)}
+        ours = {k: v.get("value", _SECRET.get(k.upper(), "")) for k, v in options.items()}
+    except (KeyError, TypeError, AttributeError):
+        yield "RayService: a container's env is not a list of names and values"
+        return
+    for name in sorted(set().union(*environments)):
         if name.startswith((ENV_PREFIX, "RAY_SERVE_")):
-            yield f"env: {name} is not set on every node"
+            if name not in common:
+                yield f"env: {name} is not set on every node"
+            elif any(other[name].get("value") != common[name].get("value") for other in environments):
+                yield f"env: {name} is not the same on every node"
+    if odd := [name for name, value in ours.items() if not isinstance(value, str)]:
+        yield f"env: {odd[0]} is not text: quote it"
+        return
+    if cluster.get("rayVersion") != ray.__version__:
+        yield f"rayVersion is {cluster.get('rayVersion')}, but this is Ray {ray.__version__}"
+    if not isinstance(text, str):
+        yield "serveConfigV2: is not text, the YAML of a Serve config"
+        return
     try:
         config = yaml.safe_load(text)
     except yaml.YAMLError as error:
         yield f"serveConfigV2: {' '.join(str(error).split())}"
         return
-    if cluster.get("rayVersion") != ray.__version__:
-        yield f"rayVersion is {cluster.get('rayVersion')}, but this is Ray {ray.__version__}"
-    options = {name[len(ENV_PREFIX) :].lower(): v for name, v in common.items() if name.startswith(ENV_PREFIX)}
-    yield from _config_problems(config, options)
+    with _environment(ours):
+        yield from _config_problems(config)
 
 
-def _config_problems(config: Any, options: Mapping[str, Any]) -> Iterator[str]:
-    """`options`: those of ServingConfig that the nodes' environment sets."""
+_SECRET = {ENV_PREFIX + "API_KEY": "a secret", ENV_PREFIX + "MODEL": "a secret"}
+"""What stands for a value that is elsewhere; any other option is then as if it weren't given."""
+
+
+@contextlib.contextmanager
+def _environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """Has no options in the environment but these: the nodes' are not this shell's."""
+    kept = dict(os.environ)
+    for name in [name for name in kept if name.upper().startswith(ENV_PREFIX)]:
+        del os.environ[name]
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _config_problems(config: Any) -> Iterator[str]:
+    if not isinstance(config, dict):
+        yield "a Serve config is a map, with `applications`"
+        return
     yield from _key_problems(config, ServeDeploySchema, "")
     try:
         schema = ServeDeploySchema.model_validate(config)
     except ValidationError as error:
         yield from _value_problems(error, "")
         return
+    except (AttributeError, TypeError) as error:  # of Ray's own validators, on what isn't a map
+        yield f"not a Serve config: {error}"
+        return
     for i, application in enumerate(schema.applications):
         where = f"applications[{i}]"
         if application.import_path != BUILDER:
+            if (application.import_path or "").startswith("app.main:"):
+                yield f"{where}.import_path: {application.import_path} is unknown, did you mean {BUILDER}?"
             continue
         for j, deployment in enumerate(application.deployments):
             if deployment.name not in DEPLOYMENTS:
                 problem = unknown_option(deployment.name, DEPLOYMENTS).replace("option", "deployment", 1)
                 yield f"{where}.deployments[{j}].name: {problem}"
+        for name in ("host", "port"):
+            if name in application.args:
+                yield f"{where}.args: {name} has no effect here, it is one of http_options"
         try:
-            ours = ServingConfig.from_options({**options, **application.args})
-            check_bind(schema.http_options.host, ours.api_key)
+            check_bind(schema.http_options.host, ServingConfig.from_options(application.args).api_key)
         except ConfigError as error:
             yield f"{where}.args: {error}"
 

@@ -45,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal ended it without a drain: one during the start, a second one, or one that Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
-    if (file := options.pop("check", None)) is not None:
-        return _check(file)
     try:
+        if (file := options.pop("check", None)) is not None:
+            if options:
+                raise ConfigError(f"--check takes the file alone, without --{next(iter(options)).replace('_', '-')}")
+            return _check(file)
         config = ServingConfig.from_options(options)
         check_bind(config.host, config.api_key)
         if address is None:
@@ -69,11 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(file: str) -> int:
     from app.check import check_file
 
-    try:
-        problems = check_file(file)
-    except ConfigError as error:
-        print(f"llm-serve: error: {error}", file=sys.stderr)
-        return 2
+    problems = check_file(file)
     for problem in problems:
         print(f"{file}: {problem}", file=sys.stderr)
     print(f"{file}: {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
@@ -159,7 +157,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         if bool in kinds:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         elif typing.get_origin(kinds[0]) is dict:
-            parser.add_argument(flag, type=json.loads, metavar="JSON", help=text)
+            parser.add_argument(flag, type=_json, metavar="JSON", help=text)
         elif typing.get_origin(kinds[0]) is list:
             parser.add_argument(flag, nargs="*", metavar="VALUE", help=text)
         else:
@@ -171,6 +169,13 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(unknown_option(unknown[0].split("=")[0], flags))
     return vars(known)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
 def _is_union(annotation: Any) -> bool:
@@ -288,6 +293,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 _temp_dir=str(folder / "ray"),
             )
             threading.Thread(target=_end_with_ray, args=(over,), daemon=True).start()
+            _check_gpus(config, ray.cluster_resources().get("GPU", 0))
         else:
             ray.init(address=address, logging_level="warning")
         take_signals()  # Ray has put its own in place
@@ -313,6 +319,15 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
     finally:
         over.set()
         ray.shutdown()
+
+
+def _check_gpus(config: ServingConfig, available: float) -> None:
+    """Ray would wait for GPUs for ever. ConfigError where this machine has too few."""
+    engines = config.num_replicas * config.tensor_parallel_size if config.device.startswith("cuda") else 0
+    wanted = engines + config.has_draft_actors * config.num_drafts * config.draft_num_gpus
+    if wanted > available:
+        option = "device cuda" if engines else "draft_num_gpus"
+        raise ConfigError(f"{option}: {wanted:g} GPUs are wanted, and this machine has {available:g}")
 
 
 def _end_with_ray(over: threading.Event) -> None:
@@ -369,11 +384,10 @@ def _print_config() -> None:
     from ray.serve.handle import DeploymentHandle
 
     from app.logs import emit_server_config
-    from app.placement import EngineClient, Membership
 
     async def ask() -> dict[str, Any]:
-        client = EngineClient(DeploymentHandle("EngineReplica", APP_NAME))
-        return await client.attach(Membership(lambda replicas: None))
+        description: dict[str, Any] = await DeploymentHandle("EngineReplica", APP_NAME).describe.remote()
+        return description
 
     loop = asyncio.new_event_loop()  # runs on: Serve's long poll is bound to it and complains when it stops
     threading.Thread(target=loop.run_forever, daemon=True).start()

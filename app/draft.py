@@ -39,6 +39,7 @@ _ROWS = 256  # sequences at once
 _NEAR = 32  # tokens to read, beside those of others, that don't make an answer late
 _READ = 512  # tokens to read when nobody waits
 _HANDSHAKE = 5  # seconds
+_NOBODY = ("", -1)
 _STOOD = 0.1  # of a sequence's proposals, averaged: below it going on ahead is in vain
 
 
@@ -69,7 +70,7 @@ class DraftServer:
         self.forwards = 0
         self._engines: dict[str, _Engine] = {}
         self._rows: dict[tuple[str, int], int] = {}
-        self._keys: list[tuple[str, int] | None] = [None] * rows
+        self._keys = [_NOBODY] * rows
         self._known = np.zeros(rows, dtype=np.int64)
         self._length = np.zeros(rows, dtype=np.int64)  # tokens known and drafted
         self._limit = np.zeros(rows, dtype=np.int64)
@@ -151,9 +152,7 @@ class DraftServer:
         self.table.write(rows[drafted], length[rows[drafted]], ids[drafted].astype(np.int32))
         length[rows[drafted]] += 1
         for row in rows[drafted].tolist():
-            key = self._keys[row]
-            assert key is not None
-            self._engines[key[0]].news = True
+            self._engines[self._keys[row][0]].news = True
         return True
 
     def _wanted(self) -> tuple[np.ndarray, np.ndarray]:
@@ -180,7 +179,7 @@ class DraftServer:
             rows = rows[(self._gamma[rows] > 0) & (self._length[rows] > self._known[rows])]
             counts = self._length[rows] - self._known[rows]
             places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - self._known[rows], counts)
-            uids = np.array([key[1] for row in rows.tolist() if (key := self._keys[row])], dtype=np.int64)
+            uids = self.table.uid[rows]
             tokens = self.table.tokens[np.repeat(rows, counts), places]
             answer = DraftAnswer(state.step, uids, self._known[rows], counts, tokens, state.lost, state.ready)
             state.asked, state.news, state.lost, state.ready = False, False, [], 0
@@ -215,15 +214,12 @@ class DraftServer:
 
     def _free_row(self) -> int | None:
         """A row that nobody has, or else one that nothing is wanted for."""
-        for row, key in enumerate(self._keys):
-            if key is None:
-                return row
+        if _NOBODY in self._keys:
+            return self._keys.index(_NOBODY)
         idle = np.flatnonzero(self._gamma == 0)
         if not len(idle):
             return None
-        key = self._keys[idle[0]]
-        assert key is not None
-        self._drop(key)
+        self._drop(self._keys[idle[0]])
         return int(idle[0])
 
     def _give_pages_back(self) -> bool:
@@ -236,7 +232,7 @@ class DraftServer:
         row = self._rows.pop(key, None)
         if row is None:
             return
-        self._keys[row] = None
+        self._keys[row] = _NOBODY
         self.drafter.forget(np.array([row]))
         self.drafter.sampling.clear(row)
         self.table.uid[row] = -1

@@ -26,6 +26,10 @@ _NAMES = {  # status: (OpenAI's error type, default code on the native routes)
 }
 
 
+EXCHANGE = "pilotfish.exchange"
+"""In the scope: what a request has come to so far."""
+
+
 class ApiError(Exception):
     """An answer that isn't the one asked for. `param` is the request field at fault, as a dotted path."""
 

@@ -38,29 +38,27 @@ def main() -> None:
 def on_loopback(config: str) -> str:
     """The configuration with the listeners of `frontend prometheus` and `listen stats` on 127.0.0.1."""
     pattern = r"^((?:frontend prometheus|listen stats)\n\s*bind )(?:\*|127\.0\.0\.1)?:(\d+)$"
-    text, count = re.subn(pattern, r"\g<1>127.0.0.1:\g<2>", config, flags=re.MULTILINE)
-    if count != 2:
-        sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: its statistics would be open to all")
-    return text
+    return _changed(config, pattern, r"\g<1>127.0.0.1:\g<2>", "its statistics would be open to all", least=2)
 
 
 def without_routes(config: str) -> str:
     """The configuration with a 404 in the place of the list of applications."""
     pattern = r"^(\s*http-request )(?:return|deny) .* if routes$"
-    text, count = re.subn(pattern, r"\g<1>deny deny_status 404 if routes", config, flags=re.MULTILINE)
-    if count == 0:
-        sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: its routes would be open to all")
-    return text
+    return _changed(config, pattern, r"\g<1>deny deny_status 404 if routes", "its routes would be open to all")
 
 
 def with_deadline(config: str) -> str:
     """The configuration with a 408 for requests whose headers don't arrive in time."""
     if re.search(r"^\s*timeout http-request ", config, re.MULTILINE):
         return config
-    pattern = r"^( *)(timeout client .*)$"
-    text, count = re.subn(pattern, r"\1\2\n\1timeout http-request 10s", config, count=1, flags=re.MULTILINE)
-    if count == 0:
-        sys.exit("pilotfish-haproxy: this Ray's HAProxy configuration isn't known: slow clients could use it up")
+    new = r"\1\2\n\1timeout http-request 10s"
+    return _changed(config, r"^( *)(timeout client .*)$", new, "slow clients could use it up", most=1)
+
+
+def _changed(config: str, pattern: str, new: str, else_: str, least: int = 1, most: int = 0) -> str:
+    text, count = re.subn(pattern, new, config, count=most, flags=re.MULTILINE)
+    if count < least:
+        sys.exit(f"pilotfish-haproxy: this Ray's HAProxy configuration isn't known: {else_}")
     return text
 
 

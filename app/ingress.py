@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from app.auth import (
     AuthMiddleware,
     HeadersMiddleware,
 )
-from app.errors import ApiError, route_path, send_bytes, send_error, send_json
+from app.errors import EXCHANGE, ApiError, route_path, send_bytes, send_error, send_json
 from app.logs import log_access
 from app.metrics import CONTENT_TYPE, Metrics, render
 from app.openapi import document
 from app.playground import Page, pages
-from app.router import GenerationError, Router, TextChunk, TextGeneration, Unavailable
+from app.router import GenerationError, Overloaded, Router, TextChunk, TextGeneration, Unavailable
 from app.schemas import Renderer, SamplingFields, build_request, choice_seed, parse
 from app.schemas.native import (
     MAX_NEW_TOKENS,
@@ -51,11 +50,10 @@ from app.schemas.openai import (
     ChatRenderer,
     CompletionRenderer,
     CompletionRequest,
-    OpenAIBody,
     model_card,
 )
 from app.tools import output_form
-from engine.schemas import GenerationRequest, GenerationResult, QueueFull
+from engine.schemas import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -82,7 +80,6 @@ _SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _CLIENT_LEFT = 499
-_EXCHANGE = "pilotfish.exchange"
 
 _ENDPOINT_NAMES = {
     "/generate": "generate",
@@ -120,7 +117,7 @@ def build_asgi_app(router: Router, tracer: Tracer | None = None) -> Starlette:
     if tracer is not None:
         from app.tracing import TracingMiddleware
 
-        tracing = [Middleware(TracingMiddleware, tracer, frozenset(_ENDPOINT_NAMES), lambda scope: scope[_EXCHANGE])]
+        tracing = [Middleware(TracingMiddleware, tracer, frozenset(_ENDPOINT_NAMES))]
     app = Starlette(
         routes=routes,
         middleware=[
@@ -146,7 +143,6 @@ class Exchange:
     request_id: str
     started: float
     status: int = 0
-    sent: bool = False
     tokens: int | None = None
     error: str | None = None
     choices: Choices | None = None
@@ -159,11 +155,7 @@ class Call:
     scope: Scope
     receive: Receive
     send: Send
-
-    @property
-    def exchange(self) -> Exchange:
-        exchange: Exchange = self.scope[_EXCHANGE]
-        return exchange
+    exchange: Exchange
 
     def header(self, wanted: bytes) -> str | None:
         return next((value.decode("latin-1") for name, value in self.scope["headers"] if name == wanted), None)
@@ -176,7 +168,7 @@ class _Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(Call(scope, receive, send))
+        await self._handler(Call(scope, receive, send, scope[EXCHANGE]))
 
 
 def _route(path: str, method: str, handler: Handler) -> Route:
@@ -204,14 +196,13 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = next(value for name, value in scope["headers"] if name == REQUEST_ID).decode()
-        exchange = scope[_EXCHANGE] = Exchange(request_id, time.perf_counter())
+        exchange = scope[EXCHANGE] = Exchange(request_id, time.perf_counter())
         endpoint = _ENDPOINT_NAMES.get(route_path(scope)) if scope["method"] == "POST" else None
         if endpoint is not None:
             self._metrics.request_started()
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.sent = True
                 exchange.status = message["status"]
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
@@ -243,7 +234,7 @@ class ExchangeMiddleware:
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
             exchange.error = "internal error"
-            if exchange.sent:
+            if exchange.status:
                 exchange.status = 500
             else:
                 await send_error(send, ApiError(500, "internal error"), scope, exchange.request_id)
@@ -277,39 +268,36 @@ class Ingress:
         form = output_form(tokenizer, self.router.config.tool_call_parser, body.tool_use())
         ids = await self._chat_ids([m.for_template() for m in body.messages], body.template_arguments())
         form, ids = form.after_prompt(tokenizer, ids)
-        grammar = form.grammar(body.grammar(400))
         limit = self._limit(len(ids), body.max_new_tokens, None, body.public_names["max_new_tokens"])
         answer_id = f"chatcmpl-{call.exchange.request_id}"
-        fields = {**body.output_fields(), "max_new_tokens": limit, **self._limits(call, body)}
-        fields |= {"grammar": grammar, "adapter": self._adapter(model)} | form.shows_special_tokens
-        requests = self._choices(body, answer_id, [ids], [fields], body.public_names)
-        renderer = ChatRenderer(body, tokenizer, model, answer_id, int(time.time()), len(ids), form)
+        fields = {**body.output_fields(), "prompt_ids": ids, "max_new_tokens": limit, **self._limits(call, body)}
+        fields |= {"grammar": form.grammar(body.grammar(400)), "adapter": self._adapter(model)}
+        requests = self._choices(body, answer_id, [fields | form.shows_special_tokens])
+        renderer = ChatRenderer(form, body, tokenizer, _head(answer_id, model), len(ids))
         await self._run(call, requests, renderer, body.stream)
 
     async def completions(self, call: Call) -> None:
         body = parse(CompletionRequest, await self._json(call), 400)
         model = self._model(body.model)
-        prompts = []
+        common = {**body.output_fields(), **self._limits(call, body), "adapter": self._adapter(model)}
+        common["grammar"] = body.grammar(400)
+        fields = []
         for i, prompt in enumerate(body.prompt):
             ids = await self._text_ids(prompt) if isinstance(prompt, str) else prompt
             if not ids:
                 raise ApiError(400, "prompt is empty", param="prompt")
             self._check_ids(ids, f"prompt.{i}" if len(body.prompt) > 1 else "prompt", 400)
-            prompts.append(ids)
-        common = {**body.output_fields(), **self._limits(call, body), "adapter": self._adapter(model)}
-        fields = [
-            {**common, "max_new_tokens": self._limit(len(ids), body.max_new_tokens, COMPLETION_TOKENS, "max_tokens")}
-            for ids in prompts
-        ]
+            limit = self._limit(len(ids), body.max_new_tokens, COMPLETION_TOKENS, "max_tokens")
+            fields.append({**common, "prompt_ids": ids, "max_new_tokens": limit})
         answer_id = f"cmpl-{call.exchange.request_id}"
-        requests = self._choices(body, answer_id, prompts, fields, body.public_names)
+        requests = self._choices(body, answer_id, fields)
         tokenizer = self.router.tokenizer
         texts: list[str] = []
         if body.echo:
             for prompt in body.prompt:
                 text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, requests[0].skip_special_tokens)
                 texts += [text] * body.n
-        renderer = CompletionRenderer(body, tokenizer, model, answer_id, int(time.time()), requests, texts)
+        renderer = CompletionRenderer(body, tokenizer, _head(answer_id, model), requests, texts)
         await self._run(call, requests, renderer, body.stream)
 
     async def models(self, call: Call) -> None:
@@ -328,6 +316,8 @@ class Ingress:
             await self.router.load_adapter(body.lora_name, body.lora_path)
         except ValueError as error:
             raise ApiError(400, str(getattr(error, "cause", error)), param="lora_path") from None
+        except Unavailable as error:
+            raise ApiError(503, str(error)) from None
         await send_json(call.send, model_card(body.lora_name, self._created, self.router.max_model_len))
 
     async def unload_adapter(self, call: Call) -> None:
@@ -459,36 +449,28 @@ class Ingress:
         return limits
 
     def _choices(
-        self,
-        body: OpenAIBody,
-        answer_id: str,
-        prompts: Sequence[list[int]],
-        fields: Sequence[dict[str, Any]],
-        names: dict[str, str],
+        self, body: ChatCompletionRequest | CompletionRequest, answer_id: str, fields: Sequence[dict[str, Any]]
     ) -> list[GenerationRequest]:
-        sampling = {**self.router.sampling_defaults, **body.sampling(), "grammar": body.grammar(400)}
-        sampling.pop("timeout", None)
+        sampling = {**self.router.sampling_defaults, **body.sampling()}
         requests: list[GenerationRequest] = []
-        for ids, extra in zip(prompts, fields, strict=True):
+        for extra in fields:
             for i in range(body.n):
-                request_id = f"{answer_id}-{len(requests)}"
                 given = {**sampling, **extra, "seed": choice_seed(body.seed, i)}
-                requests.append(build_request(400, names, request_id=request_id, prompt_ids=ids, **given))
+                request_id = f"{answer_id}-{len(requests)}"
+                requests.append(build_request(400, body.public_names, request_id=request_id, **given))
         return requests
 
     async def _native_request(self, call: Call, body: NativeBody, prompt: str, request_id: str) -> GenerationRequest:
         ids = await self._text_ids(prompt)
         limit = self._limit(len(ids), body.max_new_tokens, min(NATIVE_TOKENS, MAX_NEW_TOKENS), "max_new_tokens")
-        fields = {**body.sampling(), "grammar": body.grammar(422), "max_new_tokens": limit}
-        fields.pop("timeout", None)
-        fields |= self._limits(call, body)
-        return build_request(422, request_id=request_id, prompt_ids=ids, **fields)
+        fields = {**body.sampling(), "grammar": body.grammar(422), **self._limits(call, body)}
+        return build_request(422, request_id=request_id, prompt_ids=ids, max_new_tokens=limit, **fields)
 
     # --- from requests to an answer
 
     async def _run(self, call: Call, requests: list[GenerationRequest], renderer: Renderer, stream: bool) -> None:
         """Runs the sequences of one HTTP request and writes the answer. However it ends, none is left behind."""
-        choices = Choices(self.router, requests, call.header(INNER_SESSION_HEADER))
+        choices = Choices(self.router, requests, call.header(INNER_SESSION_HEADER), stream)
         call.exchange.choices = choices
         try:
             # The last message is sent outside: a server calls the end of the response a disconnect.
@@ -545,8 +527,9 @@ class Ingress:
 class Choices:
     """The sequences of one HTTP request: opened together, read together, closed together. Failures are ApiErrors."""
 
-    def __init__(self, router: Router, requests: list[GenerationRequest], session: str | None) -> None:
+    def __init__(self, router: Router, requests: list[GenerationRequest], session: str | None, stream: bool) -> None:
         self.requests = requests
+        self._stream = stream
         self._session = session
         self.ended: dict[int, GenerationResult] = {}
         self.sent: dict[int, float] = {}  # time.monotonic() of the last attempt of those
@@ -567,18 +550,11 @@ class Choices:
 
     async def collect(self) -> None:
         """Runs all to their ends."""
-        if len(self.requests) == 1:
-            await self._collect(0)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i in range(len(self.requests)):
-                    group.create_task(self._collect(i))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        async for _ in self.chunks():
+            pass
 
     async def chunks(self) -> AsyncGenerator[tuple[int, TextChunk | None], None]:
-        """(index, chunk) as they come, and (index, None) when a sequence has ended."""
+        """(index, chunk) as they come, if they are to be streamed, and (index, None) when a sequence has ended."""
         if len(self.requests) == 1:
             async for item in self._chunks(0):
                 yield item
@@ -593,11 +569,13 @@ class Choices:
                 await queue.put(error)
 
         tasks = [asyncio.create_task(pump(i)) for i in range(len(self.requests))]
+        running = len(tasks)
         try:
-            while len(self.ended) < len(self.requests) or not queue.empty():
+            while running:
                 got = await queue.get()
                 if isinstance(got, Exception):
                     raise got
+                running -= got[1] is None
                 yield got
         finally:
             for task in tasks:
@@ -614,28 +592,17 @@ class Choices:
             if isinstance(failure, Exception):
                 logger.error("a generation could not be closed", exc_info=failure)
 
-    async def _start(self, index: int) -> TextGeneration:
-        generation = self._running[index] = await self._router.open(self.requests[index], self._session)
-        self.admitted = True
-        return generation
-
-    def _end(self, index: int, result: GenerationResult) -> None:
-        self.sent[index] = self._running.pop(index).sent
-        self.ended[index] = result
-        self._tokens[index] = len(result.token_ids)
-
-    async def _collect(self, index: int) -> None:
-        with _failures():
-            generation = await self._start(index)
-            self._end(index, await generation.collect())
-
     async def _chunks(self, index: int) -> AsyncGenerator[tuple[int, TextChunk | None], None]:
         with _failures():
-            generation = await self._start(index)
-            async for chunk in generation:
-                self._tokens[index] += len(chunk.token_ids)
-                yield index, chunk
-            self._end(index, generation.result)
+            generation = self._running[index] = await self._router.open(self.requests[index], self._session)
+            self.admitted = True
+            if self._stream:
+                async for chunk in generation:
+                    self._tokens[index] += len(chunk.token_ids)
+                    yield index, chunk
+            self.ended[index] = await generation.collect()
+            self.sent[index] = self._running.pop(index).sent
+            self._tokens[index] = len(self.ended[index].token_ids)
         yield index, None
 
 
@@ -644,9 +611,8 @@ def _failures() -> Iterator[None]:
     """What the Router and its generations raise, as ApiErrors."""
     try:
         yield
-    except QueueFull as error:
-        retry_after = math.ceil(getattr(error, "retry_after", 1.0))
-        headers = {"Retry-After": str(max(1, retry_after))}
+    except Overloaded as error:
+        headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="queue_full", headers=headers) from None
     except Unavailable as error:
         raise ApiError(503, str(error)) from None
@@ -708,6 +674,10 @@ async def _read_body(call: Call, limit: int) -> bytes:
             raise _too_large(limit)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _head(answer_id: str, model: str) -> dict[str, Any]:
+    return {"id": answer_id, "created": int(time.time()), "model": model}
 
 
 def _too_large(limit: int) -> ApiError:

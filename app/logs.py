@@ -14,6 +14,15 @@ access_log = logging.getLogger("pilotfish.access")
 MAX_PATH = 512
 
 
+def configure_log(stream: TextIO | None) -> None:
+    """Writes what our modules warn of to `stream`. In a deployment that is not sys.stderr: Serve has put a logger of
+    its own there, which keeps a thousand lines before it writes them."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    for name in ("app", "engine"):
+        logging.getLogger(name).handlers, logging.getLogger(name).propagate = [handler], False
+
+
 def configure_access_log(stream: TextIO | None = None) -> None:
     """Writes access lines to `stream` (stderr), bare; without this call they are dropped. May be called again."""
     handler = logging.StreamHandler(stream)

@@ -17,15 +17,15 @@ from starlette.applications import Starlette
 
 from app.draft import DraftHost, SocketChannel, build_draft
 from app.ingress import build_asgi_app
-from app.logs import configure_access_log
+from app.logs import configure_access_log, configure_log
 from app.metrics import Metrics, RayExporter
-from app.placement import EngineClient
+from app.placement import Engines
 from app.ranks import RankActors, bundles
 from app.replica import EngineReplica, build_engine, load_tokenizer
 from app.router import Router
 from app.settings import ServingConfig, check_bind
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 ROUTERS_AT_MOST = 1024
 EXPORT_SECONDS = 5.0
@@ -81,6 +81,7 @@ class _EngineReplica(EngineReplica):
     async def __init__(  # type: ignore[misc]
         self, config: ServingConfig, drafts: DeploymentHandle[Any] | None
     ) -> None:
+        configure_log(sys.__stderr__)
         channel = SocketChannel() if drafts is not None else None
         self._ranks = RankActors(config) if config.tensor_parallel_size > 1 else None
         address = None if self._ranks is None else self._ranks.address
@@ -135,6 +136,7 @@ class _DraftModel:
     """Serve's care for a draft process: its place, its health, its restart. Engines talk to it over a socket."""
 
     async def __init__(self, config: ServingConfig) -> None:  # type: ignore[misc]
+        configure_log(sys.__stderr__)
         resources = ray.get_runtime_context().get_assigned_resources()
         threads, gpus = max(1, int(resources.get("CPU", 1))), resources.get("GPU", 0)
         host = ray.util.get_node_ip_address()
@@ -156,8 +158,8 @@ class _RouterIngress(Router):
     async def __init__(self, config: ServingConfig, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         routers = serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
-        super().__init__(config, EngineClient(engines, routers), tokenizer, _replica_name())
-        # Not sys.stderr: Serve has put its own logger there, which costs more than the line.
+        super().__init__(config, Engines(engines, routers), tokenizer, _replica_name())
+        configure_log(sys.__stderr__)
         configure_access_log(sys.__stderr__)
         self._exporting = asyncio.create_task(_export(self.metrics))
 

@@ -1,16 +1,7 @@
 """The one place that defines each metric, and how the series of many processes become one page.
 
-Every process has one `Metrics(replica)`, with `replica` its name in the cluster:
-
-- the ingress counts requests, tokens and latencies by itself, through `router.metrics`;
-- the Router calls `failover()` when a request moves to another replica;
-- the replica calls `engine.set_step_observer(metrics.record_batch_fill_ratio)` once, and
-  `record_engine(engine.stats())` and `record_speculation(engine.speculation_stats())` about once a second and before
-  each `snapshot()`;
-- each process answers `snapshot()`; the ingress renders the union of them with `render(snapshots)`;
-- a `RayExporter(metrics)` whose `push()` is called every few seconds gives the same series to Ray.
-
-Counters are never summed over processes: a sum would fall when one of them dies.
+Every process has one `Metrics(replica)` and answers `snapshot()`. Counters are never summed over processes: a sum
+would fall when one of them dies.
 """
 
 from __future__ import annotations
@@ -19,11 +10,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
+
+if TYPE_CHECKING:
+    from engine.batch_engine import EngineStats, StepStats
+    from engine.speculation import SpeculationStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS = ("generate", "batch_generate", "chat_completions", "completions")
@@ -39,39 +35,6 @@ _TOKEN_SECONDS = (
     *(0.1, 0.15, 0.2, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
 _TOKENS = tuple(float(2**i) for i in range(14))
-
-
-class StepStats(Protocol):
-    """What of the engine's step statistics is read here."""
-
-    scheduled: int
-    max_batch_size: int
-
-
-class EngineStats(Protocol):
-    """What of the engine's statistics is read here; the counts grow from the engine's start."""
-
-    running: int
-    waiting: int
-    held_pages: int
-    total_pages: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
-    finished_requests: int
-    aborted_requests: int
-    failed_requests: int
-
-
-class SpeculationStats(Protocol):
-    """What of the engine's speculation is read here; the counts grow from the engine's start."""
-
-    drafted: int
-    accepted: int
-    ready: int
-    draft_up: bool
-    draft_losses: int
 
 
 class Metrics:
@@ -266,18 +229,7 @@ def render(snapshots: Iterable[bytes]) -> bytes:
             family = families.setdefault(name, Metric(name, help, kind))
             for sample_name, labels, value in samples:
                 family.add_sample(sample_name, {**labels, "replica": replica}, value)
-    return generate_latest(_Families(list(families.values())))
-
-
-class _Families(CollectorRegistry):
-    """Ready-made families where prometheus_client wants a registry."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        super().__init__()
-        self._ready = families
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._ready)
+    return generate_latest(SimpleNamespace(collect=families.values))
 
 
 class RayExporter:

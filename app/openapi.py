@@ -28,9 +28,8 @@ JSON, EVENTS, HTML, PROMETHEUS = "application/json", "text/event-stream", "text/
 
 @dataclass(frozen=True)
 class Operation:
-    """One route: the body it takes, the model or the media type of its answer, and its own error statuses."""
+    """One route, a POST if it has a body; the model or the media type of its answer, and its own error statuses."""
 
-    method: str
     path: str
     summary: str
     answer: type[BaseModel] | str
@@ -44,29 +43,23 @@ _BODY = (400, 408, 413)
 _GENERATES = (*_BODY, 429, 500, 503, 504)
 OPERATIONS = (
     Operation(
-        "post",
-        "/v1/chat/completions",
-        "Continue a chat",
-        a.ChatCompletion,
-        ChatCompletionRequest,
-        (404, *_GENERATES),
-        True,
+        "/v1/chat/completions", "Continue a chat", a.ChatCompletion, ChatCompletionRequest, (404, *_GENERATES), True
     ),
-    Operation("post", "/v1/completions", "Continue a text", a.Completion, CompletionRequest, (404, *_GENERATES), True),
-    Operation("get", "/v1/models", "The models' names", a.ModelList),
-    Operation("get", "/v1/models/{model_id}", "One model", a.ModelCard, errors=(404,)),
-    Operation("post", "/v1/load_lora_adapter", "Serve an adapter", a.ModelCard, LoadAdapterBody, (403, *_BODY, 503)),
-    Operation("post", "/v1/unload_lora_adapter", "Drop an adapter", a.Deleted, UnloadAdapterBody, (403, 404, *_BODY)),
-    Operation("post", "/generate", "Continue a text", a.Generated, GenerateBody, (*_GENERATES, 422), True),
-    Operation("post", "/batch_generate", "Continue texts", a.GeneratedBatch, BatchGenerateBody, (*_GENERATES, 422)),
-    Operation("post", "/tokenize", "A text or a chat as token ids", a.Tokens, TokenizeBody, (*_BODY, 422)),
-    Operation("post", "/detokenize", "Token ids as text", a.Text, DetokenizeBody, (*_BODY, 422)),
-    Operation("get", "/health", "Whether an engine is stepping; 503: none is", a.Health, public=True),
-    Operation("get", "/ready", "Whether a request would find a replica; 503: no", a.Ready, public=True),
-    Operation("get", "/metrics", "All processes' metrics, for Prometheus", PROMETHEUS),
-    Operation("get", "/openapi.json", "This document", JSON),
-    Operation("get", "/", "The playground: a chat", HTML),
-    Operation("get", "/live", "The playground: the live state", HTML),
+    Operation("/v1/completions", "Continue a text", a.Completion, CompletionRequest, (404, *_GENERATES), True),
+    Operation("/v1/models", "The models' names", a.ModelList),
+    Operation("/v1/models/{model_id}", "One model", a.ModelCard, errors=(404,)),
+    Operation("/v1/load_lora_adapter", "Serve an adapter", a.ModelCard, LoadAdapterBody, (403, *_BODY, 503)),
+    Operation("/v1/unload_lora_adapter", "Drop an adapter", a.Deleted, UnloadAdapterBody, (403, 404, *_BODY)),
+    Operation("/generate", "Continue a text", a.Generated, GenerateBody, (*_GENERATES, 422), True),
+    Operation("/batch_generate", "Continue texts", a.GeneratedBatch, BatchGenerateBody, (*_GENERATES, 422)),
+    Operation("/tokenize", "A text or a chat as token ids", a.Tokens, TokenizeBody, (*_BODY, 422)),
+    Operation("/detokenize", "Token ids as text", a.Text, DetokenizeBody, (*_BODY, 422)),
+    Operation("/health", "Whether an engine is stepping; 503: none is", a.Health, public=True),
+    Operation("/ready", "Whether a request would find a replica; 503: no", a.Ready, public=True),
+    Operation("/metrics", "All processes' metrics, for Prometheus", PROMETHEUS),
+    Operation("/openapi.json", "This document", JSON),
+    Operation("/", "The playground: a chat", HTML),
+    Operation("/live", "The playground: the live state", HTML),
 )
 
 
@@ -82,9 +75,7 @@ def document(has_key: bool) -> dict[str, Any]:
     for operation in OPERATIONS:
         if operation.body is not None:
             _as_parsed(schemas[operation.body.__name__], operation.body)
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation, has_key)
+    paths = {each.path: {"post" if each.body else "get": _described(each, has_key)} for each in OPERATIONS}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Pilotfish", "version": importlib.metadata.version("pilotfish")},

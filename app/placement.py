@@ -10,14 +10,17 @@ import contextvars
 import hashlib
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from app.replica import CacheChanges, PumpMessage, Refusal
+from app.replica import CacheChanges, PumpMessage
 from engine.digests import extend_digests, root_digest, short_digests
-from engine.schemas import GenerationRequest, GenerationResult
+from engine.schemas import GenerationRequest
+
+if TYPE_CHECKING:
+    from app.router import ReplicaLink
 
 T = TypeVar("T")
 
@@ -63,26 +66,6 @@ class PrefixView:
         return len(digests)
 
 
-class Candidate(Protocol):
-    """A replica that could take a request, as far as this process knows.
-
-    load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence;
-    is_local: on this process's node.
-    """
-
-    replica_id: str
-    is_local: bool
-    waiting_tokens: int
-    free_pages: int
-    prefixes: PrefixView
-
-    @property
-    def load(self) -> int: ...
-
-
-C = TypeVar("C", bound=Candidate)
-
-
 class Placement:
     """Chooses replicas for the requests of one Router; several Routers share nothing.
 
@@ -98,7 +81,9 @@ class Placement:
         self._batch_size = batch_size
         self._adapters = {} if adapters is None else adapters
 
-    def choose(self, candidates: Sequence[C], request: GenerationRequest, session: str | None = None) -> C:
+    def choose(
+        self, candidates: Sequence[ReplicaLink], request: GenerationRequest, session: str | None = None
+    ) -> ReplicaLink:
         """The replica for a request with prompt_ids; with one candidate there is nothing to compute."""
         if len(candidates) == 1:
             return candidates[0]
@@ -122,7 +107,7 @@ class Placement:
         digests: list[int] = short_digests(chain)[1:].tolist()
         return digests
 
-    def _cost(self, candidate: Candidate, digests: list[int]) -> int:
+    def _cost(self, candidate: ReplicaLink, digests: list[int]) -> int:
         cached = candidate.prefixes.overlap(digests) * self._page_size
         way = 0 if candidate.is_local else REMOTE_TOKENS
         return candidate.waiting_tokens + NEIGHBOUR_TOKENS * candidate.load + way - cached
@@ -149,7 +134,7 @@ class Membership:
         return type(None), ()
 
 
-class EngineClient:
+class Engines:
     """The calls a Router makes to engine replicas, and to all Routers, over Serve handles."""
 
     def __init__(self, engines: DeploymentHandle[Any], routers: DeploymentHandle[Any] | None = None) -> None:
@@ -159,35 +144,6 @@ class EngineClient:
     async def attach(self, membership: Membership) -> dict[str, Any]:
         """Waits for a first replica; returns its description. `membership` hears of every change from here on."""
         return await _detached(self._await(self._handle.options(method_name="describe"), membership))
-
-    async def generate(
-        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
-    ) -> GenerationResult | Refusal:
-        """Runs a request on one replica; cancelling this aborts it there. Any exception means that it was lost."""
-        reply: GenerationResult | Refusal = await self._call(replica_id, "generate", request, tag, adapter_path)
-        return reply
-
-    async def load_adapter(self, replica_id: str, name: str, path: str) -> str:
-        """Returns the adapter's key. Raises ValueError (in a RayTaskError) for files that don't fit."""
-        key: str = await self._call(replica_id, "load_adapter", name, path)
-        return key
-
-    async def unload_adapter(self, replica_id: str, name: str) -> None:
-        await self._call(replica_id, "unload_adapter", name)
-
-    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None:
-        """Tells every Router where an adapter is, or that it is there no more."""
-        assert self._routers is not None
-        await _detached(self._routers.broadcast("set_adapter", name, place).results_async(timeout_s=10))
-
-    async def abort(self, replica_id: str, tag: int) -> None:
-        """Ends a request early; its `generate` returns what there is."""
-        await self._call(replica_id, "abort", tag)
-
-    async def snapshot(self, replica_id: str) -> dict[str, Any]:
-        """What a replica says of itself."""
-        answer: dict[str, Any] = await self._call(replica_id, "snapshot")
-        return answer
 
     async def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]:
         """The tokens of all this Router's requests on one replica, until the consumer closes the iterator."""
@@ -200,15 +156,16 @@ class EngineClient:
         finally:
             messages.cancel()
 
-    async def router_metrics(self, timeout: float) -> list[bytes]:
-        """The metrics of every Router. Raises if one doesn't answer in time."""
-        assert self._routers is not None
-        response = self._routers.broadcast("own_metrics")
-        answers: list[bytes] = await _detached(response.results_async(timeout_s=timeout))
-        return answers
-
-    async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
+    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
+        """Of one replica; cancelling this cancels it there. Raises what the method raises, in a RayTaskError, or
+        whatever says that the replica was lost."""
         return await _detached(self._await(self._handle.options(method_name=method, session_id=replica_id), *args))
+
+    async def broadcast(self, method: str, *args: Any, timeout: float = 10) -> list[Any]:
+        """Of every Router. Raises if one doesn't answer in time."""
+        assert self._routers is not None
+        answers: list[Any] = await _detached(self._routers.broadcast(method, *args).results_async(timeout_s=timeout))
+        return answers
 
     async def _await(self, method: DeploymentHandle[Any], *args: Any) -> Any:
         response: Any = method.remote(*args)

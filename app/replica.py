@@ -443,7 +443,8 @@ def build_engine(
     from engine.attention import attention_for
     from engine.batch_engine import ContinuousBatchingEngine
 
-    tokenizer = load_tokenizer(config)
+    tokenizer, defaults = load_tokenizer(config), _generation_defaults(config)
+    tokenizer.eos_token_ids |= frozenset(defaults.pop("eos_token_ids"))  # unknown to a tokenizer from elsewhere
     model = load_model(config, tokenizer, rank_address)
     # The engine packs the weights, after which they are no parameters any more.
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -479,7 +480,7 @@ def build_engine(
         "speculation": config.proposer,
         "draft_model": config.draft_model,
         "gamma": config.gamma,
-        "sampling_defaults": _sampling_defaults(config),
+        "sampling_defaults": defaults,
         "tensor_parallel_size": config.tensor_parallel_size,
         "num_threads": torch.get_num_threads(),
         "api_key_set": config.api_key is not None,
@@ -490,18 +491,19 @@ def load_tokenizer(config: ServingConfig) -> Tokenizer:
     """The tokenizer that goes with the configured model. Raises ValueError."""
     if config.model == DUMMY_MODEL and config.tokenizer is None:
         return SimpleCharacterTokenizer()
-    return HuggingFaceTokenizer(config.tokenizer or config.model, config.revision)
+    if config.tokenizer not in (None, config.model):
+        return HuggingFaceTokenizer(config.tokenizer)
+    return HuggingFaceTokenizer(config.model, config.revision)
 
 
-def _sampling_defaults(config: ServingConfig) -> dict[str, Any]:
-    """What the model's makers set in generation_config.json, for requests that don't say."""
+def _generation_defaults(config: ServingConfig) -> dict[str, Any]:
+    """What the model's makers set in generation_config.json: what ends a text, and sampling parameters for requests
+    that don't say."""
     if config.model == DUMMY_MODEL:
-        return {}
+        return {"eos_token_ids": []}
     from engine.models.loader import load_generation_defaults, resolve_model
 
-    defaults = load_generation_defaults(resolve_model(config.model, config.revision))
-    del defaults["eos_token_ids"]  # the tokenizer knows them
-    return defaults
+    return load_generation_defaults(resolve_model(config.model, config.revision))
 
 
 def load_options(config: ServingConfig) -> dict[str, Any]:

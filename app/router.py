@@ -11,11 +11,11 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from app.metrics import Metrics
-from app.placement import Membership, Placement, PrefixView
+from app.placement import Engines, Membership, Placement, PrefixView
 from app.replica import TAG_BITS, PumpMessage, Refusal
 from app.settings import ServingConfig
 from engine.grammars import GRAMMAR_ERROR
@@ -47,30 +47,6 @@ class GenerationError(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Engines(Protocol):
-    """What the Router needs of its replicas; `app.placement.EngineClient` is this over Serve."""
-
-    async def attach(self, membership: Membership) -> dict[str, Any]: ...
-
-    async def generate(
-        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
-    ) -> GenerationResult | Refusal: ...
-
-    async def load_adapter(self, replica_id: str, name: str, path: str) -> str: ...
-
-    async def unload_adapter(self, replica_id: str, name: str) -> None: ...
-
-    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None: ...
-
-    async def abort(self, replica_id: str, tag: int) -> None: ...
-
-    async def snapshot(self, replica_id: str) -> dict[str, Any]: ...
-
-    def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]: ...
-
-    async def router_metrics(self, timeout: float) -> list[bytes]: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,11 +131,6 @@ class TextGeneration:
         self._driver.cancel()
         await asyncio.wait([self._driver])
 
-    @property
-    def has_result(self) -> bool:
-        """Whether it has come to its own end, well and whole."""
-        return isinstance(self._outcome, GenerationResult)
-
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
@@ -177,7 +148,7 @@ class TextGeneration:
             chunk.logprobs += logprobs[: len(delta.tokens)]
         if delta.stop is not None and self._outcome is None and self._at is not None:
             # The call stays open for its reply, which has the usage.
-            self._stopper = asyncio.create_task(self._router.engines.abort(*self._at))
+            self._stopper = asyncio.create_task(self._router.engines.call(self._at[0], "abort", self._at[1]))
 
     def _set_result(self, ended: GenerationResult) -> None:
         kept = self._text.token_ids
@@ -220,7 +191,7 @@ class TextGeneration:
 
     def _ended(self, driver: asyncio.Task[None]) -> None:
         self._changed.set()
-        self._router.leave(self)
+        self._router.leave(self, isinstance(self._outcome, GenerationResult))
 
     async def _run(self) -> GenerationResult:
         """Attempts, one after the other, until one brings the result."""
@@ -270,7 +241,7 @@ class TextGeneration:
             update={"output_ids": known, "attempt": self.attempt, "stop": [], "timeout": None}
         )
         path, _ = self._router.adapters.get(request.adapter or "", (None, ""))
-        call = asyncio.create_task(self._router.engines.generate(link.replica_id, request, tag, path))
+        call = asyncio.create_task(self._router.engines.call(link.replica_id, "generate", request, tag, path))
         link.attempts[tag] = (self, call)
         self._at = link.replica_id, tag
         self.sent = time.monotonic()
@@ -290,7 +261,11 @@ class TextGeneration:
 
 
 class ReplicaLink:
-    """One replica as this Router sees it: its pump, its load, and the attempts that are there."""
+    """One replica as this Router sees it: its pump, its load, and the attempts that are there.
+
+    load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence;
+    is_local: on this process's node.
+    """
 
     def __init__(self, router: Router, replica_id: str, is_local: bool) -> None:
         self.replica_id = replica_id
@@ -408,20 +383,21 @@ class Router:
         if name in self.model_names and self.adapters.get(name, ("", ""))[0] != path:
             raise ValueError(f"{name} is the name of another model")
         keys = await asyncio.gather(
-            *(self.engines.load_adapter(replica, name, path) for replica in self._links), return_exceptions=True
+            *(self.engines.call(replica, "load_adapter", name, path) for replica in self._links), return_exceptions=True
         )
         for error in keys:
             if isinstance(error, BaseException):
-                await self.unload_adapter(name)
+                if name not in self.adapters:  # an adapter that is served goes on being served
+                    await self.unload_adapter(name)
                 raise error if isinstance(error, ValueError) else Unavailable(f"a replica was lost: {error!r}")
         if not keys:
             raise Unavailable("no replica is ready")
-        await self.engines.announce_adapter(name, (path, str(keys[0])))
+        await self.engines.broadcast("set_adapter", name, (path, str(keys[0])))
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that run with it go on."""
-        await self.engines.announce_adapter(name, None)
-        calls = [self.engines.unload_adapter(replica, name) for replica in self._links]
+        await self.engines.broadcast("set_adapter", name, None)
+        calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._links]
         await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
 
     async def set_adapter(self, name: str, place: tuple[str, str] | None) -> None:
@@ -490,8 +466,10 @@ class Router:
 
     async def snapshot(self, timeout: float = 2.0) -> list[bytes]:
         """`Metrics.snapshot` of every process, Router or replica, that answers in time."""
-        calls = [asyncio.wait_for(self.engines.snapshot(name), timeout) for name in self._links]
-        routers, *replicas = await asyncio.gather(self.engines.router_metrics(timeout), *calls, return_exceptions=True)
+        calls = [asyncio.wait_for(self.engines.call(name, "snapshot"), timeout) for name in self._links]
+        routers, *replicas = await asyncio.gather(
+            self.engines.broadcast("own_metrics", timeout=timeout), *calls, return_exceptions=True
+        )
         if isinstance(routers, BaseException):  # one of them is late: at least this one's own
             routers = [self.metrics.snapshot()]
         return [*routers, *(answer["metrics"] for answer in replicas if not isinstance(answer, BaseException))]
@@ -537,10 +515,10 @@ class Router:
         self.usable.clear()
         await self.usable.wait()
 
-    def leave(self, generation: TextGeneration) -> None:
-        """A generation has ended."""
+    def leave(self, generation: TextGeneration, well: bool) -> None:
+        """A generation has ended: well, which is with a result, or not."""
         self._live.discard(generation)
-        if generation.has_result:
+        if well:
             self._ended.append(time.monotonic())
         self._close_idle()
 

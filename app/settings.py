@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 ENV_PREFIX = "LLM_SERVING_"
 DUMMY_MODEL = "dummy"
@@ -128,10 +128,23 @@ class ServingConfig(BaseSettings):
                 raise ConfigError(unknown_option(variable, [ENV_PREFIX + name.upper() for name in known]))
         return data
 
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # as YAML reads it
+
     @field_validator("api_key", mode="after")
     @classmethod
     def _empty_key_is_none(cls, key: SecretStr | None) -> SecretStr | None:
-        return key if key is not None and key.get_secret_value().strip() else None
+        return None if key is None else _stripped(key) or None
+
+    @field_validator("api_keys", mode="after")
+    @classmethod
+    def _no_key_is_empty(cls, keys: dict[SecretStr, int]) -> dict[SecretStr, int]:
+        stripped = {_stripped(key): priority for key, priority in keys.items()}
+        if not all(stripped):
+            raise ValueError("a key is empty")
+        return stripped
 
     @field_validator("model", "served_model_name", "tokenizer")
     @classmethod
@@ -184,10 +197,15 @@ class ServingConfig(BaseSettings):
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServingConfig:
         """Explicit options over the environment. Raises ConfigError with one line that names the option."""
+        if odd := [name for name in options if not isinstance(name, str)]:
+            raise ConfigError(unknown_option(str(odd[0]), cls.model_fields))
         try:
             return cls(**options)
         except ValidationError as error:
             raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+        except SettingsError as error:  # which has the option's name in its text alone
+            name = str(error).split('"')[1].upper()
+            raise ConfigError(f"{ENV_PREFIX}{name}: lists and maps are JSON in the environment") from None
 
     def adapter_paths(self) -> dict[str, str]:
         """Folder by name, of `adapters`. Raises ValueError."""
@@ -267,6 +285,11 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     """The message for an option nobody knows."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"unknown option {name}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _stripped(key: SecretStr) -> SecretStr:
+    """As a header brings it; a secret made of a file ends in a newline."""
+    return SecretStr(key.get_secret_value().strip())
 
 
 def looks_like_path(value: str) -> bool:

@@ -77,6 +77,11 @@ class Answer:
         return "tool_calls" if self.calls and ended == "stop" else ended
 
 
+def _valid(text: str) -> str:
+    r"""What a model wrote as \ud800 is no text: a lone surrogate can't be sent."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _shown(arguments: str, call: Call | None) -> dict[str, Any]:
     if call is None:
         return {"function": {"arguments": arguments}}
@@ -169,7 +174,10 @@ class OutputForm:
             if not head[1]:
                 answer.calls.append(Call(head[2], arguments))
                 return text[end:] if end else ""
-            answer.calls.append(Call(json.loads(head[1], strict=False), arguments))
+            try:
+                answer.calls.append(Call(_valid(json.loads(head[1], strict=False)), arguments))
+            except ValueError:
+                return None
             return re.sub(r"\s*\}?", "", text[end:], count=1) if end else ""
         end = _object_end(text, 0) if text[0] == "{" else None
         if end is None:
@@ -177,10 +185,10 @@ class OutputForm:
         try:
             call = json.loads(text[:end])
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        except (ValueError, KeyError):
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        except (ValueError, KeyError, RecursionError):
             return None
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        answer.calls.append(Call(str(name), written))
+        answer.calls.append(Call(_valid(str(name)), _valid(written)))
         return text[end:]
 
     def grammar(self, given: GrammarSpec | None) -> GrammarSpec | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AnyValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import route_path
+from app.errors import EXCHANGE, route_path
 from engine.schemas import GenerationResult
 
 if TYPE_CHECKING:
@@ -41,15 +41,12 @@ def make_tracer(endpoint: str, instance: str) -> Tracer:
 
 class TracingMiddleware:
     """Traces the requests to `paths`. The request's `traceparent` and `tracestate` name the parent of its span (W3C
-    Trace Context), and the response's `traceparent` the span. `exchange_of(scope)` says what a request has come to."""
+    Trace Context), and the response's `traceparent` the span."""
 
-    def __init__(
-        self, app: ASGIApp, tracer: Tracer, paths: Collection[str], exchange_of: Callable[[Scope], Exchange]
-    ) -> None:
+    def __init__(self, app: ASGIApp, tracer: Tracer, paths: Collection[str]) -> None:
         self.app = app
         self._tracer = tracer
         self._paths = paths
-        self._exchange_of = exchange_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or (path := route_path(scope)) not in self._paths:
@@ -74,7 +71,7 @@ class TracingMiddleware:
         try:
             await self.app(scope, receive, send_with_context)
         finally:
-            exchange = self._exchange_of(scope)
+            exchange: Exchange = scope[EXCHANGE]
             span.set_attribute("http.response.status_code", exchange.status)
             if exchange.status >= 500:
                 span.set_status(Status(StatusCode.ERROR, exchange.error))

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from app.placement import Membership
-from app.replica import EngineReplica, PumpMessage, Refusal
+from app.replica import EngineReplica, PumpMessage
 from app.settings import ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.models.decoder import DecoderModel
-from engine.schemas import GenerationRequest, GenerationResult
 from engine.tokenization import SimpleCharacterTokenizer
 
 TOKENIZER = SimpleCharacterTokenizer()
@@ -40,7 +39,7 @@ class SleepingModel(DecoderModel):
 
 
 class LocalEngines:
-    """`app.router.Engines` over replicas in this process."""
+    """`app.placement.Engines` over replicas in this process."""
 
     def __init__(self, config: ServingConfig, count: int, step: float, token: float) -> None:
         self.replicas: dict[str, EngineReplica] = {}
@@ -50,25 +49,17 @@ class LocalEngines:
             self.replicas[f"replica-{i}"] = EngineReplica(engine, config, description, f"replica-{i}")
 
     async def attach(self, membership: Membership) -> dict[str, Any]:
-        membership.publish(frozenset(self.replicas))
+        membership.publish(dict.fromkeys(self.replicas, True))
         return await next(iter(self.replicas.values())).describe()
 
-    async def generate(
-        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None = None
-    ) -> GenerationResult | Refusal:
-        return await self.replicas[replica_id].generate(request, tag, adapter_path)
+    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
+        return await getattr(self.replicas[replica_id], method)(*args)
 
-    async def abort(self, replica_id: str, tag: int) -> None:
-        await self.replicas[replica_id].abort(tag)
-
-    async def snapshot(self, replica_id: str) -> dict[str, Any]:
-        return await self.replicas[replica_id].snapshot()
+    async def broadcast(self, method: str, *args: Any, timeout: float = 10) -> list[Any]:
+        raise TimeoutError
 
     def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]:
         return self.replicas[replica_id].pump(key)
-
-    async def router_metrics(self, timeout: float) -> list[bytes]:
-        raise TimeoutError
 
     def stats(self, name: str) -> int:
         """One counter of EngineStats, summed over the replicas."""

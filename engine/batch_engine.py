@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,15 +69,15 @@ class StepStats:
 class EngineStats:
     """Where the engine stands; the counters run from its start."""
 
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    held_pages: int
     total_pages: int
     page_size: int
     max_batch_size: int
     max_seq_len: int
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    held_pages: int = 0
     steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
@@ -87,17 +87,6 @@ class EngineStats:
     aborted_requests: int = 0
     failed_requests: int = 0
     preemptions: int = 0
-
-
-@dataclass(slots=True)
-class _Counters:
-    steps: int = 0
-    computed_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    aborted_requests: int = 0
-    failed_requests: int = 0
 
 
 class ContinuousBatchingEngine:
@@ -177,7 +166,7 @@ class ContinuousBatchingEngine:
         if model.ranks is not None:
             model.ranks.send(Setup(sizes, dtype, max_batch_size))
         fitting = fitting_pages(model, **sizes)
-        self.pool = KVSlotPool.for_model(
+        self.pool = KVSlotPool(
             model,
             fitting if model.ranks is None else model.ranks.smallest(fitting),
             page_size,
@@ -186,7 +175,7 @@ class ContinuousBatchingEngine:
             retention=model.retention,
         )
         self.table = SequenceTable(max_batch_size, self.max_seq_len, pages_a_sequence, self.device)
-        self.sampling = SamplingTable(max_batch_size, self.device)
+        self.sampling = self.table.sampling = SamplingTable(max_batch_size, self.device)
         self.scheduler = Scheduler(
             self.table,
             self.pool,
@@ -200,12 +189,10 @@ class ContinuousBatchingEngine:
         self.grammars = GrammarCompiler(self.vocabulary)
         sampler = Sampler(self.sampling, self.vocabulary, self.device)
         self._ranks: Ranks | None = model.ranks
-        self._runner: ModelRunner | None
-        if self._ranks is not None:
-            self._runner = LeadingRunner(model, self.pool, self.table, sampler, self.table.page_table)
-        else:
-            page_table, adapters = self.table.page_table, self._adapters
-            self._runner = ModelRunner(model, self.pool, self.table, sampler, page_table, adapters=adapters)
+        kind = ModelRunner if self._ranks is None else LeadingRunner
+        self._runner: ModelRunner | None = kind(
+            model, self.pool, self.table, sampler, self.table.page_table, adapters=self._adapters
+        )
         self.hidden_size: int = getattr(model, "hidden_size", 0)  # 0: not known
         self._speculator = self._make_speculator(speculation, draft_model, draft_channel, gamma)
         self._lock = threading.Condition()
@@ -218,7 +205,7 @@ class ContinuousBatchingEngine:
         self._aborts: list[tuple[Sequence, FinishReason]] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._next_uid = 0
-        self._counters = _Counters()
+        self._counters = EngineStats(self.pool.num_pages, page_size, max_batch_size, self.max_seq_len)
         self._observer: Callable[[StepStats], None] | None = None
         self._sink: Callable[[StepTokens], None] | None = None
         self._observed = 0  # ends that the stats of a step have counted
@@ -423,21 +410,7 @@ class ContinuousBatchingEngine:
             self._runner_or_raise()
             self._end_overdue()
             drafts = self._speculator.lengths if self._speculator is not None else None
-            plan = self.scheduler.plan(self._in_flight is not None, drafts)
-            if plan is not None:
-                self._place_sampling(plan)
-            return plan
-
-    def _place_sampling(self, plan: StepPlan) -> None:
-        """Sampling parameters of sequences whose rows are new."""
-        new = plan.rows[self.table.fresh[plan.rows]]
-        for row in new.tolist():
-            sequence = self.table.sequences[row]
-            assert sequence is not None
-            self.sampling.set(
-                row, sequence.request, sequence.seed, sequence.prompt_len, sequence.stop_ids, sequence.bad_words
-            )
-        self.table.fresh[new] = False
+            return self.scheduler.plan(self._in_flight is not None, drafts)
 
     def _forward_and_sample(
         self, plan: StepPlan | None
@@ -661,10 +634,7 @@ class ContinuousBatchingEngine:
         """The one place where a request ends."""
         tokens = self.table.tokens[sequence.row] if sequence.row >= 0 else sequence.tokens
         token_ids = tokens[sequence.prompt_len : known].tolist()
-        row = sequence.row
         self.scheduler.finish(sequence)
-        if row >= 0:
-            self.sampling.clear(row)
         request = sequence.request
         del self._live[request.request_id]
         if len(self._deadlines) > 2 * len(self._live):
@@ -752,20 +722,15 @@ class ContinuousBatchingEngine:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            counters = self._counters
-            return EngineStats(
+            return replace(
+                self._counters,
                 running=self.scheduler.num_running,
                 waiting=self.scheduler.num_waiting,
                 free_pages=self.pool.free_pages,
                 cached_pages=self.pool.cached_pages,
                 held_pages=self.pool.held_pages,
-                total_pages=self.pool.num_pages,
-                page_size=self.pool.page_size,
-                max_batch_size=self.max_batch_size,
-                max_seq_len=self.max_seq_len,
                 preemptions=self.scheduler.preemptions,
                 cached_tokens=self.scheduler.cached_tokens,
-                **{name: getattr(counters, name) for name in counters.__slots__},
             )
 
     def speculation_stats(self) -> SpeculationStats:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 import zlib
@@ -35,7 +36,7 @@ from tqdm import tqdm
 from engine.attention import PackedBatch
 from engine.generation import BatchedBackend
 from engine.models.decoder import CausalLM, DecoderConfig, DecoderModel
-from engine.models.loader import load_generation_defaults, load_model, resolve_model
+from engine.models.loader import load_model, resolve_model
 from engine.models.publisher import save_pretrained
 from engine.sampling import Sampler, SamplingTable, Vocabulary
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, SamplingParams
@@ -173,10 +174,18 @@ def read_shard(file: Path) -> list[Conversation]:
     return [Conversation(*c) for c in zip(tokens, *scalars, *others, strict=True)]
 
 
-def held_out(conversation: Conversation) -> bool:
-    """Whether it is for judging a draft: one prompt in 16, so that no prompt is on both sides."""
-    prompt = conversation.tokens[: conversation.prompt_len].numpy()
-    return zlib.crc32(prompt.tobytes()) % 16 == 0
+def hold_out(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """Those to learn from, and those of one prompt in 16, at least of one, to judge a draft by: no prompt is on both
+    sides. ValueError when all have the same."""
+    prompts = [zlib.crc32(c.tokens[: c.prompt_len].numpy().tobytes()) for c in conversations]
+    distinct = sorted(set(prompts))
+    if len(distinct) < 2:
+        raise ValueError("all conversations begin with the same prompt: none can be held out to judge a draft by")
+    held = set(distinct[: max(len(distinct) // 16, 1)])
+    sides: tuple[list[Conversation], list[Conversation]] = [], []
+    for conversation, prompt in zip(conversations, prompts, strict=True):
+        sides[prompt in held].append(conversation)
+    return sides
 
 
 # --- the draft
@@ -499,22 +508,25 @@ def distill(
     ValueError: what can't be used, or a folder of another plan.
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch finds no GPU here")
+    if prompts is not None and len(set(prompts)) < 2:
+        raise ValueError("prompts: two different ones are needed at least, one to learn from and one to judge by")
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest() if prompts is not None else ""
-    plan = Plan(model=model, prompts=digest, **options)
-    folder = output / "training"
-    path = resolve_model(model)
+    path, folder = resolve_model(model), output / "training"
+    plan = Plan(model=str(path.resolve()) if Path(model).exists() else model, prompts=digest, **options)
+    _check_output(output, path)
     target, tokenizer = load_model(path, device=device), load_tokenizer(path)
     if not isinstance(target, DecoderModel):
         raise ValueError(f"{model}: no draft can be made of a {type(target).__name__}")
-    tokenizer.eos_token_ids |= frozenset(load_generation_defaults(path)["eos_token_ids"])
     shapes = shapes or _shapes(target.config)
     drafts = {Shape(*shape): make_draft(target, *shape) for shape in shapes}  # before the engine packs the target
+    if plan.answer >= (context := _context(target)):
+        raise ValueError(f"answer {plan.answer} leaves no room for a prompt in the context of {context}")
     _settle(folder / "plan.json", plan)
     conversations = _corpus(folder, target, tokenizer, prompts, plan)
-    learned = [c for c in conversations if not held_out(c)]
-    judged = [c for c in conversations if held_out(c)][:JUDGED]
-    if not learned or not judged:
-        raise ValueError(f"{len(conversations)} conversations: too few, or their prompts too alike, to hold some out")
+    learned, judged = hold_out(conversations)
+    judged = judged[:JUDGED]
     # what it has never seen said it would hardly say itself, and a head costs as much as a layer or more
     said = torch.cat([c.tokens[c.prompt_len :] for c in learned]).unique().tolist()
     vocabulary = tuple(said) if len(said) < target.vocab_size // 2 else None
@@ -562,9 +574,24 @@ def _shapes(config: DecoderConfig) -> list[Shape]:
     return [Shape(quarter, 1), Shape(half, min(2, config.num_layers)), Shape(config.hidden_size, 1, True)]
 
 
+def _check_output(output: Path, target: Path) -> None:
+    """ValueError where a draft would be written over something else."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is not a folder")
+    if output.resolve() == (target if target.is_dir() else target.parent).resolve():
+        raise ValueError(f"{output} is the target's own folder: the draft needs another")
+    if (output / "config.json").exists() and not (output / "training" / "plan.json").exists():
+        raise ValueError(f"{output} has a model that this didn't make: take another folder, or remove it")
+
+
+def _context(target: DecoderModel) -> int:
+    """Tokens of a conversation at most."""
+    return min(target.max_seq_len, _CONTEXT)
+
+
 def _settle(file: Path, plan: Plan) -> None:
     """Keep the plan beside what is made by it. ValueError when something there was made by another."""
-    if file.exists():
+    if file.exists() and any(file.parent.glob("*.safetensors")):
         found = json.loads(file.read_text())
         if odd := [name for name, value in asdict(plan).items() if found.get(name) != value]:
             wanted = ", ".join(f"{name} {found.get(name)!r}, not {getattr(plan, name)!r}" for name in odd)
@@ -583,10 +610,8 @@ def _corpus(
         file = folder / f"{index:05}.safetensors"
         if not file.exists():
             if backend is None:
-                context = min(target.max_seq_len, _CONTEXT)
-                backend = BatchedBackend(
-                    target, tokenizer, device=target.device, max_batch_size=_ROWS, max_seq_len=context, truncate="left"
-                )
+                options: dict[str, Any] = {"max_batch_size": _ROWS, "max_seq_len": _context(target)}
+                backend = BatchedBackend(target, tokenizer, device=target.device, truncate="left", **options)
             count = min(_SHARD, plan.conversations - start)
             write_shard(file, converse(backend, target, prompts, count, plan.answer, f"{plan.seed} {index}"))
         conversations += read_shard(file)
@@ -610,7 +635,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-distill",
         description="Trains a small draft model for a target, for --draft-model of llm-serve. Interrupted, it goes on "
-        "where it was when it is started again.",
+        "from the last 256 conversations or twentieth of the training when it is started again.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -629,7 +654,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HIDDENxLAYERS[+state]",
         help="to choose from (default: by the target's); +state: reads the target's hidden states",
     )
-    add("--seed", type=int, default=0, help="with the same shape and number of threads, the same draft")
+    add("--seed", type=_seed, default=0, help="with the same shape and number of threads, the same draft")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     return parser
 
@@ -639,11 +664,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     try:
         if options["prompts"] is not None:
-            options["prompts"] = [line for line in options["prompts"].read_text("utf-8").splitlines() if line.strip()]
-            if not options["prompts"]:
-                raise ValueError("--prompts: the file has no line with text")
+            options["prompts"] = _read_prompts(options["prompts"])
         distill(**options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"llm-distill: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -652,21 +675,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _read_prompts(file: Path) -> list[str]:
+    try:
+        prompts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not prompts:
+        raise ValueError(f"{file} has no line with text")
+    return prompts
+
+
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of up to 18 digits")
+    return int(text)
 
 
 def _rate(text: str) -> float:
-    if not 0 < (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", text) or not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return float(text)
 
 
 def _shape(text: str) -> Shape:
-    hidden, _, layers = text.removesuffix("+state").partition("x")
-    return Shape(_positive(hidden), _positive(layers), text.endswith("+state"))
+    if not (parts := re.fullmatch(r"([0-9]+)x([0-9]+)(\+state)?", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HIDDENxLAYERS or HIDDENxLAYERS+state")
+    return Shape(_positive(parts[1]), _positive(parts[2]), parts[3] is not None)
 
 
 if __name__ == "__main__":

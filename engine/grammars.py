@@ -31,7 +31,8 @@ _REFUSED = _words(
     "unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef"
 )
 _NEED_TYPE = _words(
-    "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minItems"
+    "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minItems maxItems "
+    "minProperties maxProperties patternProperties propertyNames"
 )
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -137,6 +138,8 @@ def check_schema(schema: Any, where: str = "#", depth: int = 0) -> None:
         check_regex(schema["pattern"])
     if "type" not in schema and (untyped := sorted(asserting & _NEED_TYPE)):
         raise refuse(f"'{untyped[0]}' needs a 'type'")
+    if "multipleOf" in asserting and "number" in kinds:
+        raise refuse("'multipleOf' is supported for type integer only")
     missing = set(map(str, schema.get("required", []))) - set(schema.get("properties", {}))
     if missing:
         raise refuse(f"'required' names {min(missing)!r}, which is not in 'properties'")

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -141,16 +141,6 @@ def reset_all_caches(caches: Sequence[KVCache]) -> None:
 
 
 @dataclass(slots=True)
-class PrefixMatch:
-    """Cached leading tokens of a prompt: whole pages (-1 where only a window's tail is needed), then `tail_tokens` of
-    `tail_page`, to be copied."""
-
-    pages: list[int]
-    tail_page: int = -1
-    tail_tokens: int = 0
-
-
-@dataclass(slots=True)
 class _Entry:
     parent: bytes
     tokens: np.ndarray
@@ -182,12 +172,10 @@ class PrefixIndex:
         """Keep `changes` from now on, beginning with all there is."""
         self.changes = dict.fromkeys(self._by_digest, True)
 
-    def page_of(self, digest: bytes) -> int | None:
-        return self._by_digest.get(digest)
-
-    def match(self, digests: list[bytes], tokens: np.ndarray, retention: int | None) -> PrefixMatch:
-        """The longest cached run at the start of `tokens` (int32; digests of its full pages given). With a retention
-        of w tokens, a hit needs only the pages that hold the last w - 1 tokens before its end."""
+    def match(self, digests: list[bytes], tokens: np.ndarray, retention: int | None) -> tuple[list[int], int, int]:
+        """The longest cached run at the start of `tokens` (int32; digests of its full pages given): whole pages, then
+        a page and how many of its tokens are to be copied. With a retention of w tokens, a hit needs only the pages
+        that hold the last w - 1 tokens before its end; the others are -1."""
         found = [self._by_digest.get(digest, -1) for digest in digests[1:]]
         missing = [i for i, page in enumerate(found) if page < 0]
         hit = missing[0] if missing else len(found)
@@ -198,17 +186,17 @@ class PrefixIndex:
                     hit = end
                     break
         rest = tokens[hit * self.page_size : (hit + 1) * self.page_size]
-        match = PrefixMatch(found[:hit])
+        pages, tail_page, tail = found[:hit], -1, 0
         siblings = self._siblings.get(digests[hit])
         if siblings and len(rest):
             for page in islice(reversed(siblings), _SIBLINGS):
                 common = _common_start(self._entries[page].tokens, rest)
-                if common > match.tail_tokens:
-                    match.tail_page, match.tail_tokens = page, common
+                if common > tail:
+                    tail_page, tail = page, common
         if retention is not None:
-            first = max(0, hit * self.page_size + match.tail_tokens - retention + 1) // self.page_size
-            match.pages[:first] = [-1] * min(first, hit)
-        return match
+            first = max(0, hit * self.page_size + tail - retention + 1) // self.page_size
+            pages[:first] = [-1] * min(first, hit)
+        return pages, tail_page, tail
 
     def publish(self, page: int, parent: bytes, tokens: np.ndarray, digest: bytes | None) -> int:
         """Say what a page holds (again, when it holds more). Returns the page that is known for the digest: another
@@ -264,22 +252,19 @@ class KVSlotPool:
 
     def __init__(
         self,
+        model: CausalLM,
         num_pages: int,
         page_size: int,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
         enable_prefix_cache: bool = True,
         retention: int | None = None,
     ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs at least one page of one token, got {num_pages} of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
-        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self.kv = _zeros(shape, torch.device(device), dtype)
+        shape = (model.num_layers, 2, num_pages, page_size, model.num_kv_heads, model.head_dim)
+        self.kv = _zeros(shape, model.device, dtype)
         self.pages = [(layer[0], layer[1]) for layer in self.kv]
         self.index = PrefixIndex(page_size) if enable_prefix_cache else None
         self.retention = retention
@@ -287,22 +272,6 @@ class KVSlotPool:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-
-    @classmethod
-    def for_model(
-        cls, model: CausalLM, num_pages: int, page_size: int, *, dtype: torch.dtype, **options: Any
-    ) -> KVSlotPool:
-        """A pool of the model's shape on its device; `options` are the constructor's others."""
-        return cls(
-            num_pages,
-            page_size,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            device=model.device,
-            dtype=dtype,
-            **options,
-        )
 
     @property
     def free_pages(self) -> int:
@@ -386,11 +355,7 @@ class KVSlotPool:
 
     def clear_cache(self) -> None:
         """Forget every cached page."""
-        while self._cached:
-            page, _ = self._cached.popitem()
-            assert self.index is not None
-            self.index.discard(page)
-            self._push_free(np.array([page], dtype=np.int32))
+        self.release(self.allocate(self.available))
 
     def drop(self) -> None:
         """Let go of the storage."""

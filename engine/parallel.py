@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from engine.kv_cache import KVSlotPool
 from engine.memory import fitting_pages
-from engine.models.decoder import CausalLM, DecoderConfig, DecoderModel
+from engine.models.decoder import DecoderConfig, DecoderModel
 from engine.runner import LaunchedStep, ModelRunner
-from engine.sampling import Sampled, Sampler
+from engine.sampling import Sampled
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
 
@@ -230,35 +230,20 @@ def _step_message(plan: StepPlan, table: SequenceTable, page_table: np.ndarray, 
     )
 
 
-class _AnnouncingSampler:
-    """Rank 0's sampler, which tells the others what it chose."""
-
-    fused = False  # not for graphs: ids are shared in between
-
-    def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
-        self.sampler, self.ranks = sampler, ranks
-        self.table, self.vocab_size, self.with_logprobs = sampler.table, sampler.vocab_size, sampler.with_logprobs
-
-    def __call__(self, *args: Any) -> Sampled:
-        sampled = self.sampler(*args)
-        self.ranks.share(sampled.ids)
-        return sampled
-
-
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: sends each plan before it carries it out."""
+    """Rank 0's runner: sends each plan before it carries it out, and what it chose after that."""
 
-    def __init__(
-        self, model: CausalLM, pool: KVSlotPool, table: SequenceTable, sampler: Sampler, page_table: np.ndarray
-    ) -> None:
-        announcing: Any = _AnnouncingSampler(sampler, model.ranks)
-        super().__init__(model, pool, table, announcing, page_table)
-        self.ranks: Ranks = model.ranks
+    chooses_in_graphs = False  # ids are shared in between
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         prompt_logprobs = self.sampler.table.num_prompt_logprobs
-        self.ranks.send(_step_message(plan, self.table, self.page_table, prompt_logprobs))
+        self.model.ranks.send(_step_message(plan, self.table, self.page_table, prompt_logprobs))
         return super().launch(plan)
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> tuple[Sampled, Tensor]:
+        sampled, states = super()._sample(plan, hidden)
+        self.model.ranks.share(sampled.ids)
+        return sampled, states
 
 
 class _Listener:
@@ -288,7 +273,7 @@ def follow(model: DecoderModel, ranks: Ranks) -> None:
     sizes = setup.sizes
     page_size, max_seq_len = sizes["page_size"], sizes["max_seq_len"]
     num_pages = ranks.smallest(fitting_pages(model, **sizes))
-    pool = KVSlotPool.for_model(model, num_pages, page_size, dtype=setup.dtype, enable_prefix_cache=False)
+    pool = KVSlotPool(model, num_pages, page_size, dtype=setup.dtype, enable_prefix_cache=False)
     table = SequenceTable(setup.rows, max_seq_len, -(-max_seq_len // page_size), ranks.device)
     listener: Any = _Listener(ranks, setup.rows, model.vocab_size)
     runner = ModelRunner(model, pool, table, listener, table.page_table)

@@ -78,6 +78,8 @@ def graph_sizes(rows: int) -> list[int]:
 class ModelRunner:
     """Owns the model and what its forward reads and writes."""
 
+    chooses_in_graphs = True
+
     def __init__(
         self,
         model: CausalLM,
@@ -109,7 +111,7 @@ class ModelRunner:
             inputs = torch.zeros((3 + self.page_table.shape[1], size), dtype=torch.int32, device=self.device)
             inputs[2] = -1
             graph = _Graph(inputs, *capture(partial(self._forward_tokens, inputs)))
-            if self.sampler.fused:
+            if self.sampler.fused and self.chooses_in_graphs:
                 graph.ids, graph.choose = capture(partial(self._choose_next, graph))
             self.graphs.insert(0, graph)
 
@@ -222,12 +224,12 @@ class ModelRunner:
         return sampled, hidden
 
     def _select_adapters(self, plan: StepPlan, adapters: AdapterSet) -> None:
-        wanted = self.table.has_adapter[plan.rows]
-        chosen: list[Adapter | None] = [None] * len(plan.rows)
-        for i in np.flatnonzero(wanted).tolist():
+        runs: dict[Adapter, list[int]] = {}
+        for i in np.flatnonzero(self.table.has_adapter[plan.rows]).tolist():
             sequence = self.table.sequences[plan.rows[i]]
-            chosen[i] = sequence.adapter if sequence is not None else None
-        adapters.select(chosen, plan.counts)
+            if sequence is not None and sequence.adapter is not None:
+                runs.setdefault(sequence.adapter, []).append(i)
+        adapters.select(runs, plan.counts)
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, int, Sampled]]:
         """Log-probabilities of the prompt tokens that follow the runs' positions, for the rows that want them."""

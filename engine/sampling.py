@@ -145,11 +145,8 @@ class SamplingTable:
         self.greedy[row] = params.temperature == 0
         filters = params.top_k is not None or params.top_p < 1 or params.min_p > 0
         self.filtered[row] = filters and not self.greedy[row]
-        self.penalised[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
-            1,
-            0,
-            0,
-        )
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.penalised[row] = penalties != (1, 0, 0)
         self.biased[row] = bool(params.logit_bias)
         self.has_min_len[row] = params.min_tokens > 0 and bool(stop_ids)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -290,11 +287,7 @@ class Sampler:
             scores[at] = scores[at].masked_fill_(~allowed, float("-inf"))
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
         ids = self._choose(scores, rows, row_ids, positions)
-        if wanted < 0:
-            return Sampled(ids)
-        sampled = self.with_logprobs(raw, ids.clamp(min=0), wanted)
-        sampled.ids = ids
-        return sampled
+        return Sampled(ids) if wanted < 0 else self.with_logprobs(raw, ids, wanted)
 
     def choose_plain(self, logits: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids [R] for plain rows; the host decides nothing, so that a graph may hold it. Where kernels are fused."""
@@ -348,10 +341,10 @@ class Sampler:
         return scores.sub_(best.values).softmax(-1).nan_to_num_(0)
 
     def with_logprobs(self, logits: Tensor, ids: Tensor, wanted: int) -> Sampled:
-        """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives. Rows that
-        only pad the model's vocabulary don't count: no text could be made of them."""
+        """Ids [R] with their log-probabilities under unmodified logits [R, V], and `wanted` alternatives; INVALID ones
+        have any. Rows that only pad the model's vocabulary don't count: no text could be made of them."""
         logprobs = logits[:, : self.vocab_size].float().log_softmax(-1)
-        logprob = logprobs.gather(1, ids.unsqueeze(1))
+        logprob = logprobs.gather(1, ids.clamp(min=0).unsqueeze(1))
         top_logprobs, top_ids = logprobs.topk(min(max(wanted, 1), logprobs.shape[1]), dim=-1)
         rank = (logprobs > logprob).sum(-1) + 1
         return Sampled(ids, logprob.squeeze(1), rank, top_ids, top_logprobs)
@@ -380,7 +373,8 @@ class Sampler:
         if early.any():
             stop = table.stop_ids.device[row_ids]
             late = torch.from_numpy(~early).to(scores.device).unsqueeze(1) | (stop < 0)
-            _forbid(scores, stop.clamp(min=0), ~late)
+            highest = torch.where(late, float("inf"), float("-inf"))
+            scores.scatter_reduce_(1, stop.clamp(min=0), highest, "amin")  # ids may repeat
         if table.bad_words:
             bad = [(i, word) for i, row in enumerate(rows.tolist()) for word in table.bad_words.get(row, ())]
             if bad:
@@ -501,9 +495,3 @@ def _blocks(scores: Tensor, width: int = _BLOCK) -> Iterator[tuple[int, Tensor]]
     """Blocks of columns that stay in a CPU's cache, with the number of their first column."""
     width = width if scores.device.type == "cpu" else scores.shape[1]
     return ((start, scores[:, start : start + width]) for start in range(0, scores.shape[1], width))
-
-
-def _forbid(scores: Tensor, ids: Tensor, where: Tensor) -> None:
-    """Set scores [R, V] at ids [R, K] to -inf where told; ids may repeat."""
-    hits = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device).scatter_add_(1, ids, where.int())
-    scores.masked_fill_(hits > 0, float("-inf"))

@@ -13,6 +13,7 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -77,12 +78,12 @@ class Scheduler:
     def has_pending_work(self) -> bool:
         return self.num_waiting > 0 or self.num_running > 0
 
-    def pages_for(self, tokens: int) -> int:
-        """The most pages that a sequence of this many tokens holds at once."""
+    def pages_for(self, tokens: Any) -> Any:
+        """The most pages that a sequence of this many tokens, or each of several, holds at once."""
         size = self.pool.page_size
         pages = -(-tokens // size)
         if self.pool.retention is not None:
-            pages = min(pages, -(-self.pool.retention // size) + 1)
+            pages = np.minimum(pages, -(-self.pool.retention // size) + 1)
         return pages
 
     def check_fits(self, sequence: Sequence) -> None:
@@ -295,16 +296,19 @@ class Scheduler:
         full = (count - 1) // size  # the last token is computed always: its logits are wanted
         pages: list[int] = []
         tail_page, tail = -1, 0
-        if pool.index is not None and not sequence.reads_whole_prompt:
-            match = pool.index.match(sequence.digests[: full + 1], sequence.tokens[: count - 1], pool.retention)
-            pages, tail_page, tail = match.pages, match.tail_page, match.tail_tokens
+        # cached pages don't serve a prompt whose own log-probabilities are wanted
+        if pool.index is not None and sequence.request.prompt_logprobs is None:
+            digests, tokens = sequence.digests[: full + 1], sequence.tokens[: count - 1]
+            pages, tail_page, tail = pool.index.match(digests, tokens, pool.retention)
             if len(pages) < full and sequence.digests[len(pages) + 1] in self._pending:
                 return None
         held = [page for page in pages if page >= 0]
         pool.hold(held)
         # what the admitted prompts are still to take is spoken for
         running = np.flatnonzero(table.uid >= 0)
-        promised = sum(max(self.pages_for(int(n)) - int(have), 0) for n, have in self._prompts(running))
+        prompts = running[table.length[running] - table.computed[running] > 1]
+        have = table.num_pages[prompts] - table.first_page[prompts]
+        promised = int(np.maximum(self.pages_for(table.length[prompts]) - have, 0).sum())
         if len(running) and self.pages_for(count) - len(held) > pool.available - promised:
             pool.release(np.array(held, dtype=np.int32))
             return 0
@@ -330,13 +334,6 @@ class Scheduler:
         for digest in sequence.digests[len(pages) + 1 : full + 1]:
             self._pending.setdefault(digest, sequence)
         return run
-
-    def _prompts(self, running: np.ndarray) -> list[tuple[int, int]]:
-        """(known tokens, pages held) of the running sequences that are not through their prompts."""
-        table = self.table
-        rows = running[table.length[running] - table.computed[running] > 1]
-        held = table.num_pages[rows] - table.first_page[rows]
-        return list(zip(table.length[rows].tolist(), held.tolist(), strict=True))
 
     def _last_running(self) -> int:
         table = self.table

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from engine.models.lora import Adapter
+from engine.sampling import SamplingTable
 from engine.schemas import GenerationRequest, TokenLogprobs
 from engine.structured import GrammarState
 from engine.tokenization import TextStream
@@ -49,11 +50,6 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # nothing precedes the first
 
-    @property
-    def reads_whole_prompt(self) -> bool:
-        """Cached pages don't serve a prompt whose own log-probabilities are wanted."""
-        return self.request.prompt_logprobs is not None
-
     def __lt__(self, other: Sequence) -> bool:
         return (self.key, self.uid) < (other.key, other.uid)
 
@@ -79,7 +75,6 @@ class SequenceTable:
         self.first_page = np.zeros(rows, dtype=np.int64)  # entries before it have left the window
         self.page_table = np.full((rows, max_pages), -1, dtype=np.int32)
         self.first_token = np.zeros(rows)  # when it was there; 0: not yet
-        self.fresh = np.zeros(rows, dtype=bool)  # its sampling parameters are still to be set
         self.has_reader = np.zeros(rows, dtype=bool)
         self.has_grammar = np.zeros(rows, dtype=bool)
         self.has_adapter = np.zeros(rows, dtype=bool)
@@ -88,6 +83,7 @@ class SequenceTable:
         self.device_tokens = torch.from_numpy(self.tokens).to(device)
         self.states: torch.Tensor | None = None  # [rows, hidden_size], the target's, for a draft that reads them
         self.state_places = torch.full((rows,), -1, device=device)  # of the tokens that were chosen by them
+        self.sampling: SamplingTable | None = None  # kept as the rows are
 
     def hold_states(self, hidden_size: int) -> None:
         """Have room for a final hidden state of the target a row, that which chose the row's last known token."""
@@ -121,9 +117,12 @@ class SequenceTable:
         self.has_reader[row] = sequence.reader is not None
         self.has_grammar[row] = sequence.grammar is not None
         self.has_adapter[row] = sequence.adapter is not None
-        self.fresh[row] = True
         if self.states is not None:
             self.state_places[row] = -1
+        if self.sampling is not None:
+            self.sampling.set(
+                row, sequence.request, sequence.seed, sequence.prompt_len, sequence.stop_ids, sequence.bad_words
+            )
         self.tokens[row, :count] = sequence.tokens
         if self.device_tokens.device.type != "cpu":
             self.device_tokens[row, :count] = torch.from_numpy(sequence.tokens)
@@ -144,6 +143,8 @@ class SequenceTable:
         self.uid[row] = self.tag[row] = -1
         self.page_table[row, : self.num_pages[row]] = -1
         self.has_reader[row] = self.has_grammar[row] = False
+        if self.sampling is not None:
+            self.sampling.clear(row)
 
     def pages(self, row: int) -> np.ndarray:
         """The pages that a row holds, in order."""

@@ -105,7 +105,7 @@ class Drafter:
         pages = -(-context // page_size)
         self.table, self.sampling = table, sampling
         num_pages = num_pages or pages * rows
-        self.pool = KVSlotPool.for_model(model, num_pages, page_size, dtype=model.dtype, enable_prefix_cache=False)
+        self.pool = KVSlotPool(model, num_pages, page_size, dtype=model.dtype, enable_prefix_cache=False)
         self.page_table = np.full((rows, pages), -1, dtype=np.int32)
         self.num_pages = np.zeros(rows, dtype=np.int64)
         self.computed = np.zeros(rows, dtype=np.int64)
@@ -370,16 +370,11 @@ class RemoteProposer:
     def _introduce(self, row: int) -> DraftSequence:
         sequence = self.table.sequences[row]
         assert sequence is not None
-        bare: dict[str, object] = {
-            "prompt": None,
-            "prompt_ids": [],
-            "output_ids": [],
-            "grammar": None,
-            "logprobs": None,
-        }
         return DraftSequence(
             sequence.uid,
-            sequence.request.model_copy(update={**bare, "output_ids": []}),
+            sequence.request.model_copy(
+                update={"prompt": None, "prompt_ids": [], "output_ids": [], "grammar": None, "logprobs": None}
+            ),
             sequence.seed,
             sequence.prompt_len,
             sequence.limit,
@@ -461,14 +456,12 @@ class Speculator:
     faster, with a trial now and then. A remote draft's trials are only compared with what comes.
     """
 
-    def __init__(
-        self, proposer: Proposer, table: SequenceTable, gamma: int | None = None, max_gamma: int = MAX_GAMMA
-    ) -> None:
+    def __init__(self, proposer: Proposer, table: SequenceTable, gamma: int | None = None) -> None:
         if gamma is not None and gamma < 1:
             raise ValueError(f"gamma must be at least 1, got {gamma}")
         self.proposer, self.table, self.fixed = proposer, table, gamma
         self.remote = proposer if isinstance(proposer, RemoteProposer) else None
-        self.max_gamma = gamma or max_gamma
+        self.max_gamma = gamma or MAX_GAMMA
         rows = len(table.uid)
         self._uid = np.full(rows, -1, dtype=np.int64)
         self._acceptance = np.zeros(rows)

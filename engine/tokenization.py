@@ -181,29 +181,21 @@ class HuggingFaceTokenizer(Tokenizer):
                 self._bytes[token_id] = known
         return known
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """The chat as text, by the model's own template, which transformers runs in a sandbox.
 
-        `kwargs` are further variables of the template. ValueError: the template's own complaint, a message it can't
-        render, or a keyword that would be transformers' and not the template's.
+        `kwargs` are those of Tokenizer and further variables of the template. ValueError: the template's own complaint,
+        a message it can't render, or a keyword that would be transformers' and not the template's.
         """
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if not self.has_chat_template:
-            return super().apply_chat_template(messages, tools=tools, **options, **kwargs)
-        _check_chat(messages, **options)
+            return super().apply_chat_template(messages, **kwargs)
+        options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, **kwargs}
+        _check_chat(messages, options["add_generation_prompt"], options["continue_final_message"])
         reserved = {"chat_template", "tokenize", "return_dict", "conversation", "tokenizer_kwargs", "kwargs"}
         if refused := sorted(reserved & kwargs.keys()):
             raise ValueError(f"not a variable of the chat template: {', '.join(refused)}")
         try:
-            text = self.hf.apply_chat_template(list(messages), tools=tools, tokenize=False, **options, **kwargs)
+            text = self.hf.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # a template is a program: on odd messages it can raise anything
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return str(text)
@@ -292,7 +284,7 @@ class TextStream:
         self.token_ids: list[int] = []
         self.stop: str | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
-        self._matchers = [_StopMatcher(stop) for stop in params.stop]
+        self._begun = dict.fromkeys(params.stop, 0)  # how much of each stop string the text so far ends with
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._shown: list[str] = []
@@ -316,7 +308,7 @@ class TextStream:
         if self.finished:
             return TextDelta(stop=self.stop)
         ids = [int(token_id) for token_id in token_ids]
-        if not self._matchers:
+        if not self._begun:
             shown = self._detokenizer.push(ids)
             self.token_ids += ids
             return TextDelta(self._show(shown), ids)
@@ -346,46 +338,23 @@ class TextStream:
 
     def _cut(self, text: str) -> str:
         """What of the held tail and the new text can be shown; sets `stop` when one is complete."""
-        held = len(self._held)
-        ends = [(end, matcher.stop) for matcher in self._matchers if (end := matcher.feed(text)) is not None]
+        found = []
+        for stop, begun in self._begun.items():
+            seen = stop[:begun] + text
+            if (at := seen.find(stop)) >= 0:
+                start = len(self._held) - begun + at
+                found.append((start, start + len(stop), stop))
+            at = max(len(seen) - len(stop) + 1, 0)
+            while not stop.startswith(seen[at:]):  # as often as characters came or what was begun got shorter
+                at += 1
+            self._begun[stop] = len(seen) - at
         text = self._held + text
-        if ends and len(self.token_ids) >= self._min_tokens:
-            start, end, self.stop = min((held + end - len(stop), held + end, stop) for end, stop in ends)
+        if found and len(self.token_ids) >= self._min_tokens:
+            start, end, self.stop = min(found)
             return text[: end if self._include_stop else start]
-        shown = len(text) - max((matcher.matched for matcher in self._matchers), default=0)
+        shown = len(text) - max(self._begun.values(), default=0)
         self._held = text[shown:]
         return text[:shown]
-
-
-class _StopMatcher:
-    """Finds one string in text that arrives in pieces (Knuth, Morris and Pratt 1977): constant cost a character.
-
-    `matched` is the length of the longest proper prefix of the string that the text so far ends with.
-    """
-
-    __slots__ = ("_borders", "matched", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._borders = [0]
-        for character in stop[1:]:
-            self._borders.append(self._advance(self._borders[-1], character))
-
-    def feed(self, text: str) -> int | None:
-        """Where in `text` the first occurrence that ends in it ends (1 is after the first character)."""
-        found = None
-        for position, character in enumerate(text, start=1):
-            self.matched = self._advance(self.matched, character)
-            if self.matched == len(self.stop):
-                self.matched = self._borders[-1]
-                found = found or position
-        return found
-
-    def _advance(self, matched: int, character: str) -> int:
-        while matched and self.stop[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + 1 if self.stop[matched] == character else 0
 
 
 class _PieceDecoder:

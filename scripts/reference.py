@@ -24,9 +24,9 @@ CONFIGURATION = f"""{NOTE}
 # Configuration
 
 An option has one name, in three spellings: `max_batch_size` under `args` of a Serve config, `--max-batch-size` for
-`llm-serve`, `{ENV_PREFIX}MAX_BATCH_SIZE` in the environment. What is given to `llm-serve` or in `args` wins over the
-environment. An option nobody knows is refused, with the nearest one that there is; `llm-serve --check FILE` says so
-before anything is deployed.
+`llm-serve`, `{ENV_PREFIX}MAX_BATCH_SIZE` in the environment (lists and maps as JSON). What is given to
+`llm-serve` or in `args` wins over the environment. An option nobody knows is refused, with the nearest one that there
+is; `llm-serve --check FILE` says so before anything is deployed.
 
 | option | values | default | |
 |---|---|---|---|

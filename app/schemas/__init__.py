@@ -21,22 +21,11 @@ from pydantic import (
 
 from app.errors import ApiError
 from engine.grammars import GrammarSpec
-from engine.schemas import GenerationRequest, GenerationResult
+from engine.schemas import GenerationRequest as GenerationRequest
+from engine.schemas import GenerationResult
 
 if TYPE_CHECKING:
     from app.router import TextChunk
-
-__all__ = [
-    "Body",
-    "GenerationRequest",
-    "No",
-    "Renderer",
-    "SamplingFields",
-    "build_request",
-    "choice_seed",
-    "parse",
-    "usage",
-]
 
 M = TypeVar("M", bound="Body")
 
@@ -75,7 +64,8 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None and self.json_schema.definition is not None):
+        definition = None if self.json_schema is None else self.json_schema.definition
+        if definition is None if self.type == "json_schema" else self.json_schema is not None:
             raise ValueError("type 'json_schema' and json_schema.schema go together")
         return self
 
@@ -149,11 +139,11 @@ class SamplingFields(Body):
         return [value] if isinstance(value, str) else value
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling fields that were given, by their name in GenerationRequest."""
+        """The sampling fields that were given, by their name in GenerationRequest, but for the timeout."""
         return {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_FIELDS}
 
 
-_SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
+_SAMPLING_FIELDS = frozenset(SamplingFields.model_fields) - {"timeout"}
 
 
 def parse(model: type[M], data: object, status: int) -> M:

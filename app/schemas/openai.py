@@ -340,18 +340,21 @@ def _is_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
+Head = Mapping[str, Any]
+"""Of an answer: id, created and model."""
+
+
 class _Renderer:
     """What the two streams have in common: one JSON skeleton, made once, into which a chunk's text goes."""
 
     kind: str
     chunk_kind: str
 
-    def __init__(
-        self, body: OpenAIBody, tokenizer: Tokenizer, model: str, answer_id: str, created: int, prompt_tokens: int
-    ) -> None:
+    def __init__(self, body: OpenAIBody, tokenizer: Tokenizer, head: Head, prompt_tokens: int) -> None:
+        self._body = body
         self._n = body.n
         self._tokenizer = tokenizer
-        self._head = {"id": answer_id, "object": self.kind, "created": created, "model": model}
+        self._head = {"id": "", "object": self.kind, **head}
         self._include_usage = body.include_usage
         self._stream_head = orjson.dumps(self._head | {"object": self.chunk_kind})[:-1]
         self._tail = b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
@@ -405,27 +408,14 @@ class ChatRenderer(_Renderer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    _body: ChatCompletionRequest
+
     def __init__(
-        self,
-        body: ChatCompletionRequest,
-        tokenizer: Tokenizer,
-        model: str,
-        answer_id: str,
-        created: int,
-        prompt_tokens: int,
-        form: OutputForm,
+        self, form: OutputForm, body: ChatCompletionRequest, tokenizer: Tokenizer, head: Head, prompt_tokens: int
     ) -> None:
-        super().__init__(body, tokenizer, model, answer_id, created, prompt_tokens)
+        super().__init__(body, tokenizer, head, prompt_tokens)
         self._form = form
         self._streams = [AnswerStream(form) for _ in range(body.n)] if form.parses and body.stream else []
-        self._logprobs = body.logprobs
-        self._origins = body.return_token_origins
-        self._prompt_logprobs_wanted = body.prompt_logprobs is not None
-        # %b of a chunk: the text, then what closes the event.
-        self._before_text = [
-            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (self._stream_head, i) for i in range(body.n)
-        ]
-        self._after_text = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def body(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = []
@@ -435,13 +425,13 @@ class ChatRenderer(_Renderer):
                 {
                     "index": i,
                     "message": said.message(),
-                    "logprobs": self._logprobs_of(result.logprobs or []) if self._logprobs else None,
+                    "logprobs": self._logprobs_of(result.logprobs or []) if self._body.logprobs else None,
                     "finish_reason": said.finish_reason(result.finish_reason),
                     "stop_reason": result.stop_reason,
                 }
             )
         answer = self._answer(choices, results)
-        if self._prompt_logprobs_wanted:
+        if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_logprobs(results[0])
         return answer
 
@@ -451,14 +441,9 @@ class ChatRenderer(_Renderer):
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
         self._count(len(chunk.token_ids))
-        if self._streams:
-            delta = self._streams[index].push(chunk.text)
-        elif self._logprobs or self._origins or self._continuous:
-            delta = {"content": chunk.text}
-        else:
-            return self._before_text[index] + orjson.dumps(chunk.text) + self._after_text if chunk.text else b""
+        delta = self._streams[index].push(chunk.text) if self._streams else {"content": chunk.text}
         more: dict[str, Any] = {}
-        if self._origins and chunk.token_ids:
+        if self._body.return_token_origins and chunk.token_ids:
             more["token_origins"] = [ORIGINS[i] for i in chunk.origins.ljust(len(chunk.token_ids), b"\0")]
         if not any(delta.values()) and not chunk.logprobs and not more:
             return b""
@@ -467,7 +452,7 @@ class ChatRenderer(_Renderer):
     def _delta_event(
         self, index: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs], more: Mapping[str, Any] = {}
     ) -> bytes:
-        shown = self._logprobs_of(logprobs) if self._logprobs else None
+        shown = self._logprobs_of(logprobs) if self._body.logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": None}
         return self._event(orjson.dumps({**choice, **more}))
 
@@ -504,37 +489,33 @@ class CompletionRenderer(_Renderer):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
+    _body: CompletionRequest
+
     def __init__(
         self,
         body: CompletionRequest,
         tokenizer: Tokenizer,
-        model: str,
-        answer_id: str,
-        created: int,
+        head: Head,
         requests: Sequence[GenerationRequest],
         prompts: Sequence[str],
     ) -> None:
-        prompt_tokens = sum(len(request.prompt_ids or ()) for request in requests[:: body.n])
-        super().__init__(body, tokenizer, model, answer_id, created, prompt_tokens)
+        super().__init__(body, tokenizer, head, sum(len(request.prompt_ids or ()) for request in requests[:: body.n]))
         self._requests = requests
         self._echo = list(prompts) if body.echo else None
-        self._generates = body.generates
-        self._logprobs = body.logprobs
-        self._prompt_logprobs_wanted = body.prompt_logprobs is not None
         self._offsets = [self._offsets_after_prompt(i) for i in range(len(requests))] if body.stream else []
 
     def body(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         shown = []
         for i, result in enumerate(results):
-            text = result.text if self._generates else ""
+            text = result.text if self._body.generates else ""
             entry = {
                 "index": i,
                 "text": text if self._echo is None else self._echo[i] + text,
-                "logprobs": None if self._logprobs is None else self._logprobs_of(i, result),
+                "logprobs": None if self._body.logprobs is None else self._logprobs_of(i, result),
                 "finish_reason": result.finish_reason,
                 "stop_reason": result.stop_reason,
             }
-            if self._prompt_logprobs_wanted:
+            if self._body.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = self._prompt_logprobs(result)
             shown.append(entry)
         return self._answer(shown, self._counted(results))
@@ -545,10 +526,10 @@ class CompletionRenderer(_Renderer):
         return b"".join(self._text_event(i, text, b"null") for i, text in enumerate(self._echo))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
-        if not self._generates:
+        if not self._body.generates:
             return b""
         self._count(len(chunk.token_ids))
-        if self._logprobs is None:
+        if self._body.logprobs is None:
             return self._text_event(index, chunk.text, b"null") if chunk.text else b""
         if not chunk.text and not chunk.logprobs:
             return b""
@@ -567,7 +548,7 @@ class CompletionRenderer(_Renderer):
         return super().end(self._counted(results))
 
     def _counted(self, results: Sequence[GenerationResult]) -> Sequence[GenerationResult]:
-        return results if self._generates else [replace(result, token_ids=[]) for result in results]
+        return results if self._body.generates else [replace(result, token_ids=[]) for result in results]
 
     def _text_event(self, index: int, text: str, logprobs: bytes) -> bytes:
         return self._event(
@@ -587,7 +568,7 @@ class CompletionRenderer(_Renderer):
             offsets = _TextOffsets(self._tokenizer, [], request.skip_special_tokens, 0)
             for token_id, position in zip(prompt_ids, result.prompt_logprobs or (), strict=True):
                 columns.add(offsets.next(token_id), token_id, position)
-        if self._generates:
+        if self._body.generates:
             offsets = self._offsets_after_prompt(index)
             for position in result.logprobs or ():
                 columns.add(offsets.next(position.token_id), position.token_id, position)

@@ -6,7 +6,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
@@ -59,6 +59,9 @@ class PackedBatch:
         slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
         to_device = torch.from_numpy(np.stack((positions, slots))).to(device, non_blocking=True)
         return cls(to_device[0], query_lens, kv_lens, page_table, to_device[1], page_size)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.positions.device, non_blocking=True)
 
 
 class AttentionBackend(ABC):
@@ -170,18 +173,6 @@ class Registry(Generic[T]):
 ATTENTION: Registry[AttentionBackend] = Registry("attention implementation")
 
 
-def _sdpa() -> AttentionBackend:
-    from engine.attention.sdpa import SDPAttention
-
-    return SDPAttention()
-
-
-def _flash() -> AttentionBackend:
-    from engine.attention.flash import FlashAttention
-
-    return FlashAttention()
-
-
 def _triton() -> AttentionBackend:
     try:
         from engine.attention.paged_triton import TritonAttention
@@ -190,6 +181,6 @@ def _triton() -> AttentionBackend:
     return TritonAttention()
 
 
-ATTENTION.register("mha", _sdpa)
+ATTENTION.register("mha", partial(ATTENTION.create, "engine.attention.sdpa:SDPAttention"))
 ATTENTION.register("triton", _triton)
-ATTENTION.register("flash_attn", _flash)
+ATTENTION.register("flash_attn", partial(ATTENTION.create, "engine.attention.flash:FlashAttention"))

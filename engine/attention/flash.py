@@ -78,13 +78,13 @@ class FlashAttention(AttentionBackend):
             self._packed(batch, np.flatnonzero(~single), window),
         ]
         for call, runs in zip(calls, (single, ~single), strict=True):
-            call.tokens = _to(batch, np.flatnonzero(np.repeat(runs, query_lens)))
+            call.tokens = batch.to_device(np.flatnonzero(np.repeat(runs, query_lens)))
         return calls
 
     def _uniform(self, batch: PackedBatch, rows: np.ndarray, window: int | None) -> _Call:
         kernel = partial(
             self._kvcache,
-            cache_seqlens=_to(batch, batch.kv_lens[rows].astype(np.int32)),
+            cache_seqlens=batch.to_device(batch.kv_lens[rows].astype(np.int32)),
             block_table=_block_table(batch, rows),
             causal=True,
             window_size=_window_size(window),
@@ -95,8 +95,8 @@ class FlashAttention(AttentionBackend):
         query_lens, kv_lens = batch.query_lens[rows], batch.kv_lens[rows]
         kernel = partial(
             self._varlen,
-            cu_seqlens_q=_to(batch, _cumulative(query_lens)),
-            cu_seqlens_k=_to(batch, _cumulative(kv_lens)),
+            cu_seqlens_q=batch.to_device(_cumulative(query_lens)),
+            cu_seqlens_k=batch.to_device(_cumulative(kv_lens)),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=int(kv_lens.max()),
             causal=True,
@@ -127,7 +127,7 @@ def _block_table(batch: PackedBatch, rows: np.ndarray) -> Tensor:
     """Pages of the runs, int32; those that have left the window are read by nobody, but must exist."""
     assert batch.page_table is not None
     pages = -(-int(batch.kv_lens[rows].max()) // batch.page_size)
-    return _to(batch, np.maximum(batch.page_table[rows, :pages], 0))
+    return batch.to_device(np.maximum(batch.page_table[rows, :pages], 0))
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
@@ -137,7 +137,3 @@ def _window_size(window: int | None) -> tuple[int, int]:
 
 def _cumulative(lens: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
-
-
-def _to(batch: PackedBatch, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array).to(batch.positions.device, non_blocking=True)

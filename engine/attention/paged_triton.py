@@ -208,7 +208,7 @@ class TritonAttention(SDPAttention):
         if batch.page_table is None:
             return super().plan(batch, window)
         pages = -(-int(batch.kv_lens.max()) // batch.page_size)
-        return _Paged(batch, window or 0, _to(batch, batch.page_table[:, :pages]), (pages, 1))
+        return _Paged(batch, window or 0, batch.to_device(batch.page_table[:, :pages]), (pages, 1))
 
     @staticmethod
     def _cut(plan: _Paged, group: int, kv_heads: int, device: torch.device) -> None:
@@ -231,7 +231,7 @@ class TritonAttention(SDPAttention):
                 count = np.minimum(lens[run] - done, tokens)
                 tiles = np.stack((run, starts[run] + done, count, (batch.kv_lens - lens)[run] + done))
                 if len(run):
-                    plan.tiles.append((_to(batch, tiles.astype(np.int32)), rows))
+                    plan.tiles.append((batch.to_device(tiles.astype(np.int32)), rows))
         if plan.window:
             longest = min(longest, plan.window + _LONG_ROWS)
         programs = kv_heads * sum(tiles.shape[1] for tiles, _ in plan.tiles)
@@ -240,7 +240,7 @@ class TritonAttention(SDPAttention):
         plan.splits = 1 << (max(wanted, 1).bit_length() - 1)
 
     def write(self, k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        _append(k[:, :0], k, v, k, k, (k_pages, v_pages), slot_mapping)
+        self.append(k[:, :0], k, v, k, k, (k_pages, v_pages), slot_mapping)
 
     def append(
         self,
@@ -252,7 +252,19 @@ class TritonAttention(SDPAttention):
         pages: tuple[Tensor, Tensor],
         slot_mapping: Tensor,
     ) -> Tensor:
-        return _append(q, k, v, cos, sin, pages, slot_mapping)
+        (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+        rotated = q.new_empty(q.shape)
+        q, k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (q, k, v))
+        append_kernel[(tokens,)](
+            *(q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, slot_mapping, rotated, *pages),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF_DIM=head_dim // 2,
+            Q_ROWS=triton.next_power_of_2(max(heads, 1)),
+            KV_ROWS=triton.next_power_of_2(kv_heads),
+            HALF=triton.next_power_of_2(head_dim // 2),
+        )
+        return rotated
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         if not isinstance(plan, _Paged):
@@ -283,24 +295,6 @@ class TritonAttention(SDPAttention):
         return out
 
 
-def _append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pages: tuple[Tensor, Tensor], slots: Tensor
-) -> Tensor:
-    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    rotated = q.new_empty(q.shape)
-    q, k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (q, k, v))
-    append_kernel[(tokens,)](
-        *(q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, slots, rotated, *pages),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF_DIM=head_dim // 2,
-        Q_ROWS=triton.next_power_of_2(max(heads, 1)),
-        KV_ROWS=triton.next_power_of_2(kv_heads),
-        HALF=triton.next_power_of_2(head_dim // 2),
-    )
-    return rotated
-
-
 def attend_options(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
     """Block sizes and launch options of `attend_kernel` that spill no registers on Hopper, but for prompts in fp32 with
     a head_dim above 128."""
@@ -312,7 +306,3 @@ def attend_options(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, in
         "num_warps": 8 if exact or (wide and rows >= 64) else 4,
         "num_stages": 2 if exact or wide else 3,
     }
-
-
-def _to(batch: PackedBatch, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(batch.positions.device, non_blocking=True)

@@ -51,7 +51,6 @@ class SDPAttention(AttentionBackend):
         classes = _log2(query_lens) * 64 + _log2(seen)
         classes = np.where(query_lens > _LONG, -(query_lens << 32) - seen, classes)
         run_starts = np.cumsum(query_lens) - query_lens
-        device = batch.positions.device
         groups = []
         for cls in np.unique(classes):
             rows = np.flatnonzero(classes == cls)
@@ -72,13 +71,13 @@ class SDPAttention(AttentionBackend):
                 if window is not None:
                     allowed &= key_pos > query_pos - window
                 if not allowed.all():
-                    mask = torch.from_numpy(allowed[:, None]).to(device, non_blocking=True)
+                    mask = batch.to_device(allowed[:, None])
             everything = queries == 1 and len(rows) == len(query_lens)
             groups.append(
                 _Group(
                     len(rows),
-                    None if everything else torch.from_numpy(tokens).to(device, non_blocking=True),
-                    torch.from_numpy(pages.ravel()).to(device, non_blocking=True),
+                    None if everything else batch.to_device(tokens),
+                    batch.to_device(pages.ravel()),
                     pages[0, 0] if pages.size == 1 else None,
                     num_keys,
                     causal,

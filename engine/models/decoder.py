@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any
 
@@ -268,34 +268,12 @@ class DecoderModel(CausalLM):
     Keyword arguments are the fields of `DecoderConfig`; each has a default.
     """
 
-    def __init__(self, *, num_kv_heads: int | None = None, **config: Any) -> None:
+    def __init__(self, *, num_kv_heads: int | None = None, **options: Any) -> None:
         super().__init__()
         try:
-            self.config = DecoderConfig(num_kv_heads=num_kv_heads or 0, **config)
+            self.config = config = DecoderConfig(num_kv_heads=num_kv_heads or 0, **options)
         except TypeError as error:
             raise ValueError(f"DecoderModel: {error}") from None
-        self._build()
-
-    @classmethod
-    def from_config(cls, config: DecoderConfig) -> DecoderModel:
-        model = cls.__new__(cls)
-        nn.Module.__init__(model)
-        model.config = config
-        model._build()
-        return model
-
-    @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], *, attn_impl: str, mlp_impl: str, max_seq_len: int | None
-    ) -> DecoderModel:
-        from engine.models.families import decoder_config
-
-        decoder = decoder_config(config, max_seq_len)
-        decoder.attn_impl, decoder.mlp_impl = attn_impl, mlp_impl
-        return cls.from_config(decoder)
-
-    def _build(self) -> None:
-        config = self.config
         self.vocab_size, self.hidden_size, self.max_seq_len = config.vocab_size, config.hidden_size, config.max_seq_len
         self.num_layers, self.num_heads = config.num_layers, config.num_heads
         self.num_kv_heads, self.head_dim, self.retention = config.num_kv_heads, config.head_dim, config.retention
@@ -308,6 +286,20 @@ class DecoderModel(CausalLM):
         self.target_hidden_size = config.target_hidden_size
         self.draft_ids: Tensor | None = None  # int64, what a packed draft's head is limited to
         self.merged_adapter: Any = None  # what `merge_lora` put into the weights
+
+    @classmethod
+    def from_config(cls, config: DecoderConfig) -> DecoderModel:
+        return cls(**asdict(config))
+
+    @classmethod
+    def from_checkpoint(
+        cls, config: dict[str, Any], *, attn_impl: str, mlp_impl: str, max_seq_len: int | None
+    ) -> DecoderModel:
+        from engine.models.families import decoder_config
+
+        decoder = decoder_config(config, max_seq_len)
+        decoder.attn_impl, decoder.mlp_impl = attn_impl, mlp_impl
+        return cls.from_config(decoder)
 
     def pack(self, quantization: str | None = None) -> None:
         """Fuse and lay out the weights for inference, for good: the model can't be trained, saved or converted

@@ -109,7 +109,7 @@ class GGUFCheckpoint:
         return value
 
     def _config(self) -> dict[str, Any]:
-        architecture = self.metadata.get("general.architecture")
+        architecture = self._get("general.architecture", str)
         if architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{self.path}: GGUF architecture {architecture!r} is not supported; known: {', '.join(ARCHITECTURES)}"
@@ -159,8 +159,8 @@ class GGUFCheckpoint:
 
     def _eos_token_ids(self) -> list[int]:
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        ids = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-        return list(dict.fromkeys(i for i in ids if i is not None))
+        ids = [self._get(f"tokenizer.ggml.{key}", int) for key in keys if f"tokenizer.ggml.{key}" in self.metadata]
+        return list(dict.fromkeys(ids))
 
     def _rope(self, architecture: str, head_dim: int) -> dict[str, Any]:
         theta = self._get(f"{architecture}.rope.freq_base", float, 10000.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -29,21 +29,8 @@ _HUB_UNUSED = ["consolidated*", "*/*"]  # the same weights in another form
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class Checkpoint(Protocol):
-    """Weights and what describes them, in Hugging Face's terms, wherever they come from."""
-
-    config: dict[str, Any]
-    generation_config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    dtype: torch.dtype
-
-    def read(self, name: str) -> Tensor:
-        """The tensor of that name, on the CPU. ValueError when it isn't stored as plain numbers."""
-        ...
-
-
 class FolderCheckpoint:
-    """A folder with config.json and safetensors, sharded or not."""
+    """A folder with config.json and safetensors, sharded or not, described like a GGUFCheckpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +166,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None, token: st
     return Path(folder)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> FolderCheckpoint | GGUFCheckpoint:
     """The folder or .gguf file as a checkpoint; only headers are read."""
     return FolderCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
 

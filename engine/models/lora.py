@@ -289,14 +289,10 @@ class AdapterSet:
             raise ValueError(f"unknown adapter {name!r}; loaded: {', '.join(self._loaded) or 'none'}")
         return name
 
-    def select(self, adapters: list[Adapter | None], counts: np.ndarray) -> None:
-        """Say which tokens of the next batch want which adapter: counts [R] tokens in a row for each of `adapters`."""
+    def select(self, runs: dict[Adapter, list[int]], counts: np.ndarray) -> None:
+        """Say which runs of the next batch, of counts [R] tokens, want which adapter."""
         of_token = np.repeat(np.arange(len(counts)), counts)
-        rows: dict[Adapter, list[int]] = {}
-        for row, adapter in enumerate(adapters):
-            if adapter is not None:
-                rows.setdefault(adapter, []).append(row)
         self.batch.groups = [
             (adapter, torch.from_numpy(np.flatnonzero(np.isin(of_token, each))).to(self.model.device))
-            for adapter, each in rows.items()
+            for adapter, each in runs.items()
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,6 +48,8 @@ def save_pretrained(
     save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
     _write_json(folder / "config.json", config | {"dtype": str(model.dtype).removeprefix("torch.")})
     _write_json(folder / "generation_config.json", generation)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors writes what its owner alone may read
     if tokenizer is not None:
         library_tokenizer.save_pretrained(folder)
 

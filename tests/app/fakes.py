@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from app.placement import Membership, ReplicaGone
-from app.replica import EngineReplica, PumpMessage, Refusal
+from app.replica import EngineReplica, PumpMessage
 from app.settings import ServingConfig
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, StepTokens
 from engine.speculation import SpeculationStats
@@ -198,21 +198,16 @@ class LocalEngines:
             raise ReplicaGone(name)
         return self.replicas[name]
 
-    async def generate(
-        self, replica_id: str, request: GenerationRequest, tag: int, adapter_path: str | None
-    ) -> GenerationResult | Refusal:
-        reply: GenerationResult | Refusal = await self._remote(
-            replica_id, self._replica(replica_id).generate(request, tag, adapter_path)
-        )
-        await self.frozen[replica_id].wait()
+    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
+        reply = await self._remote(replica_id, getattr(self._replica(replica_id), method)(*args))
+        if method == "generate":
+            await self.frozen[replica_id].wait()
         return reply
 
-    async def abort(self, replica_id: str, tag: int) -> None:
-        await self._remote(replica_id, self._replica(replica_id).abort(tag))
-
-    async def snapshot(self, replica_id: str) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._remote(replica_id, self._replica(replica_id).snapshot())
-        return answer
+    async def broadcast(self, method: str, *args: Any, timeout: float = 10) -> list[Any]:
+        if method == "own_metrics":
+            raise TimeoutError
+        return [await getattr(router, method)(*args) for router in self.routers]
 
     async def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]:
         messages = self._replica(replica_id).pump(key)
@@ -223,19 +218,6 @@ class LocalEngines:
                 yield message
         finally:
             await messages.aclose()  # type: ignore[attr-defined]
-
-    async def load_adapter(self, replica_id: str, name: str, path: str) -> str:
-        return await self._replica(replica_id).load_adapter(name, path)
-
-    async def unload_adapter(self, replica_id: str, name: str) -> None:
-        await self._replica(replica_id).unload_adapter(name)
-
-    async def announce_adapter(self, name: str, place: tuple[str, str] | None) -> None:
-        for router in self.routers:
-            await router.set_adapter(name, place)
-
-    async def router_metrics(self, timeout: float) -> list[bytes]:
-        raise TimeoutError
 
     def close(self) -> None:
         for replica in self.replicas.values():

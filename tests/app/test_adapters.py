@@ -130,6 +130,15 @@ async def test_loaded_and_dropped_under_traffic(server: Server, adapters: dict[s
     assert await server.text("poet") == judge
 
 
+async def test_a_load_that_fails_leaves_what_is_served(server: Server, adapters: dict[str, Path]) -> None:
+    body = {"lora_name": "poet", "lora_path": str(adapters["poet"])}
+    await server.change("load", body)
+    poet = await server.text("poet")
+    server.engines.kill("r1")
+    assert (await server.change("load", body))[0] == 503
+    assert await server.text("poet") == poet
+
+
 async def test_a_new_replica_reads_it_when_it_is_asked(server: Server, adapters: dict[str, Path]) -> None:
     await server.change("load", {"lora_name": "poet", "lora_path": str(adapters["poet"])})
     poet = await server.text("poet")

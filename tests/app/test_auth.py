@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import SecretStr
 from starlette.types import Message, Receive, Scope, Send
 
 from app.auth import INNER_DEADLINE_HEADER, INNER_SESSION_HEADER, HeadersMiddleware, serve_middlewares
@@ -79,6 +80,15 @@ async def test_bad_keys(headers: dict[str, bytes], status: int) -> None:
     assert set(native.json()["error"]) == {"code", "message", "details", "request_id"}
     assert ("www-authenticate" in response.headers) == (status == 401)
     assert KEY not in response.text
+
+
+async def test_an_empty_offer_is_no_key() -> None:
+    guarded = ScriptedRouter(api_key=KEY, api_keys={"guest": 0})
+    guarded.config.api_keys[SecretStr("")] = 0  # which the settings don't take
+    async with http(guarded) as client:
+        for headers, status in (({}, 401), ({"X-API-Key": "wrong"}, 403), ({"X-API-Key": " "}, 401)):
+            answer = await client.get("/v1/models", headers={"Authorization": "Bearer ", **headers})
+            assert answer.status_code == status
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ ROUTER, ENGINE = "applications.0.deployments.0", "applications.0.deployments.1"
         ("applications.0.args.max_bach_size", 4, "args: unknown option max_bach_size: did you mean max_batch_size?"),
         ("applications.0.args.max_batch_size", 0, "args: max_batch_size: Input should be greater than or equal to 1"),
         ("applications.0.args.model", "", "applications[0].args: model: is empty"),
+        ("applications.0.args", {1: 2}, "args: unknown option 1"),
+        ("applications.0.args.port", 9999, "args: port has no effect here, it is one of http_options"),
+        ("applications.0.import_path", "app.main:biuld", "app.main:biuld is unknown, did you mean app.main:build?"),
+        ("applications.0.deployments", [None], "not a Serve config: "),
         ("http_options.host", "0.0.0.0", "host 0.0.0.0 is reachable from other machines and no api_key is set"),
         ("http_options.port", "many", "http_options.port: Input should be a valid integer"),
         ("http_options", {}, "host 0.0.0.0 is reachable"),
@@ -126,12 +131,61 @@ def test_a_ray_service(config: dict[str, Any], tmp_path: Path) -> None:
     assert "no api_key is set" in one_open[1]
     misspelt = {"LLM_SERVING_PAGESIZE": "16"}
     (problem,) = problems(tmp_path, service(text, key | model | misspelt))
-    assert problem == "applications[0].args: unknown option pagesize: did you mean page_size?"
+    assert "unknown option LLM_SERVING_PAGESIZE: did you mean LLM_SERVING_PAGE_SIZE?" in problem
     old = service(text, key | model)
     old["spec"]["rayClusterConfig"]["rayVersion"] = "2.9.0"
     assert problems(tmp_path, old) == [f"rayVersion is 2.9.0, but this is Ray {ray.__version__}"]
     assert problems(tmp_path, {"kind": "RayService", "spec": {}}) == ["RayService: has no 'serveConfigV2'"]
     assert problems(tmp_path, service("a: b: c", key))[0].startswith("serveConfigV2: mapping values are not allowed")
+    assert problems(tmp_path, service(text, key | model), {"no": "kind"}) == []
+    for wrong in (config, None):
+        (problem,) = problems(tmp_path, service(wrong, key | model))
+        assert problem == "serveConfigV2: is not text, the YAML of a Serve config"
+    for environment in ([{"value": "x"}], {"A": "x"}):
+        broken = service(text, key | model)
+        broken["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"] = environment
+        assert problems(tmp_path, broken) == ["RayService: a container's env is not a list of names and values"]
+    bare = service(yaml.safe_dump(config | {"http_options": {}}), model)
+    bare["spec"]["rayClusterConfig"]["workerGroupSpecs"] = None
+    bare["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"] = None
+    assert "model" in problems(tmp_path, bare)[0]
+
+
+def test_the_nodes_environment_is_what_counts(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config["http_options"]["host"] = "0.0.0.0"
+    secret = {"name": "LLM_SERVING_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+
+    def found(*environment: dict[str, Any]) -> list[str]:
+        container = {"template": {"spec": {"containers": [{"env": list(environment)}]}}}
+        cluster = {"rayVersion": ray.__version__, "headGroupSpec": container}
+        text = yaml.safe_dump(config)
+        return problems(tmp_path, {"kind": "RayService", "spec": {"serveConfigV2": text, "rayClusterConfig": cluster}})
+
+    monkeypatch.setenv("LLM_SERVING_API_KEY", "of this shell")
+    monkeypatch.setenv("LLM_SERVING_DTYPE", "fp8")
+    assert "no api_key is set" in found()[0]
+    assert found(secret) == []
+    for name, value in (("API_KEYS", '{"a": 3}'), ("MODEL_ALIASES", '["a", "b"]'), ("GAMMA", "")):
+        assert found(secret, {"name": f"LLM_SERVING_{name}", "value": value}) == []
+    assert found(secret, secret | {"name": "LLM_SERVING_GAMMA"}) == []
+    assert "unknown option" in found(secret, secret | {"name": "LLM_SERVING_GAMA"})[0]
+    (problem,) = found(secret, {"name": "LLM_SERVING_API_KEYS", "value": "a=3"})
+    assert problem == "applications[0].args: LLM_SERVING_API_KEYS: lists and maps are JSON in the environment"
+    assert found(secret, {"name": "LLM_SERVING_GAMMA", "value": 3}) == ["env: LLM_SERVING_GAMMA is not text: quote it"]
+    assert os.environ["LLM_SERVING_DTYPE"] == "fp8"
+
+
+def test_the_same_on_every_node(config: dict[str, Any], tmp_path: Path) -> None:
+    groups = [
+        {"template": {"spec": {"containers": [{"env": [{"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": value}]}]}}}
+        for value in "01"
+    ]
+    cluster = {"rayVersion": ray.__version__, "headGroupSpec": groups[0], "workerGroupSpecs": groups[1:]}
+    spec = {"serveConfigV2": yaml.safe_dump(config), "rayClusterConfig": cluster}
+    (problem,) = problems(tmp_path, {"kind": "RayService", "spec": spec})
+    assert problem == "env: RAY_SERVE_ENABLE_HA_PROXY is not the same on every node"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +207,8 @@ def test_files_that_are_none(tmp_path: Path, text: str | None, message: str) -> 
 
 
 def test_the_command(tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", str(ROOT / "serve_config.yaml"), "--model", "x"]) == 2
+    assert "--check takes the file alone, without --model" in capsys.readouterr().err
     assert main(["--check", str(ROOT / "serve_config.yaml")]) == 0
     assert capsys.readouterr().out.endswith("serve_config.yaml: no problems\n")
     path = tmp_path / "config.yaml"

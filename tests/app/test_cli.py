@@ -9,9 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import _parse, local_environment, main
+from app.cli import _check_gpus, _parse, local_environment, main
 from app.haproxy import on_loopback, with_deadline, without_routes
-from app.settings import ServingConfig
+from app.settings import ConfigError, ServingConfig
+
+
+def test_gpus_that_are_not_there_are_not_waited_for() -> None:
+    cuda = ServingConfig(model="dummy", device="cuda", num_replicas=2)
+    _check_gpus(cuda, 2)
+    _check_gpus(ServingConfig(model="dummy"), 0)
+    with pytest.raises(ConfigError, match="device cuda: 2 GPUs are wanted, and this machine has 1"):
+        _check_gpus(cuda, 1)
+    draft = ServingConfig(model="dummy", speculation="draft", draft_model="dummy", draft_num_gpus=0.5)
+    assert draft.has_draft_actors
+    with pytest.raises(ConfigError, match="draft_num_gpus: 0.5 GPUs are wanted, and this machine has 0"):
+        _check_gpus(draft, 0)
 
 
 def test_every_option_is_a_flag() -> None:

@@ -131,6 +131,27 @@ async def test_n_choices_have_seeds_of_their_own() -> None:
     assert both.usage.completion_tokens == sum(len(text or "") for text in texts)
 
 
+async def test_a_client_that_stalls_gets_every_end() -> None:
+    router, messages = ScriptedRouter("ab"), []
+    body = json.dumps({"prompt": "x", "n": 2, "stream": True, "max_tokens": 2}).encode()
+    requests = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(requests, None) or await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+        if len(messages) == 2:
+            await asyncio.sleep(0.2)  # in which both come to their ends
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await build_asgi_app(router)({**scope, "http_version": "1.1"}, receive, send)  # type: ignore[arg-type]
+    *events, last = b"".join(message.get("body", b"") for message in messages).decode().strip().split("\n\n")
+    reasons = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    assert last == "data: [DONE]"
+    assert sorted(c["index"] for c in reasons if c["finish_reason"] is not None) == [0, 1]
+
+
 async def test_stop() -> None:
     async with openai_client(ScriptedRouter()) as api:
         answer = await api.chat.completions.create(model="Tiny", messages=CHAT, stop=[" Paris", "Seine"])

@@ -6,6 +6,7 @@ import ipaddress
 import pickle
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,17 @@ def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ServingConfig.from_options({"model": "x"})
 
 
+def test_off_as_yaml_reads_it() -> None:
+    assert ServingConfig.from_options(yaml.safe_load("{model: x, speculation: off}")).speculation == "off"
+
+
+@pytest.mark.parametrize("option", ("ADAPTERS", "MODEL_ALIASES", "API_KEYS"))
+def test_lists_and_maps_are_json_in_the_environment(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"LLM_SERVING_{option}", "a=/b")
+    with pytest.raises(ConfigError, match=f"LLM_SERVING_{option}: lists and maps are JSON in the environment"):
+        ServingConfig.from_options({"model": "x"})
+
+
 def test_further_keys_and_their_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_SERVING_API_KEYS", '{"batch-key": 10}')
     config = ServingConfig.from_options({"model": "x", "api_key": "main"})
@@ -72,6 +84,10 @@ def test_further_keys_and_their_priorities(monkeypatch: pytest.MonkeyPatch) -> N
     assert "batch-key" not in repr(config) + str(config) + config.model_dump_json()
     with pytest.raises(ConfigError, match="api_keys needs api_key"):
         ServingConfig.from_options({"model": "x"})
+    with pytest.raises(ConfigError, match="api_keys: a key is empty"):
+        ServingConfig.from_options({"model": "x", "api_key": "main", "api_keys": {" ": 1}})
+    written = ServingConfig.from_options({"model": "x", "api_key": "main\n", "api_keys": {"guest\n": 1}})
+    assert {"main": None, "guest": 1}.items() <= written.keys().items(), "a secret made of a file ends in a newline"
     with pytest.raises(ConfigError, match="api_keys: a priority lies in -1000..1000"):
         ServingConfig.from_options({"model": "x", "api_key": "main", "api_keys": {"a": 1001}})
 

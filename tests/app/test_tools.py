@@ -40,6 +40,7 @@ TOOLS: list[Any] = [
     }
     for name in ("weather", "time")
 ]
+DEEP = '<tool_call>{"arguments": ' + "[" * 9999 + "]" * 9999 + ', "name": "f"}</tool_call>'
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
 
@@ -131,6 +132,10 @@ def test_calls_are_found_however_the_text_is_cut(family: str, seed: int) -> None
         ("hermes", "1 < 2 <tool", "1 < 2 <tool", []),
         ("hermes", "<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
         ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', []),
+        ("hermes", '<tool_call>{"name": "a\\x", "arguments": {}}', '<tool_call>{"name": "a\\x", "arguments": {}}', []),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}', "", [{"name": "?", "arguments": {}}]),
+        ("hermes", '<tool_call>{"arguments": "\\"\\ud800\\"", "name": "f"}', "", [{"name": "f", "arguments": "?"}]),
+        ("hermes", DEEP, DEEP, []),
         ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
         ("llama3_json", 'It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
         ("llama3_json", "<|python_tag|>" + written("llama3_json", TIME), "", [TIME]),
@@ -316,6 +321,7 @@ async def test_grammars_reach_the_engine(route: str, fields: Any, kind: Any, tex
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),

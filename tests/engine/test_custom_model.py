@@ -124,6 +124,43 @@ def test_a_server_names_it(module: ModuleType, folder: Path) -> None:
         ServingConfig.from_options({**options, "model": "dummy"})
 
 
+def test_what_the_model_says_ends_a_text_counts_with_another_tokenizer(tmp_path: Path) -> None:
+    save_pretrained(tiny_model(vocab_size=402), tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7], "top_k": 20}')
+    byte_level_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options = {"model": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer"), "num_threads": 1}
+    engine, description = build_engine(ServingConfig.from_options(options))
+    assert engine.tokenizer is not None and 7 in engine.tokenizer.eos_token_ids
+    assert description["sampling_defaults"] == {"top_k": 20}
+    free = greedy(engine, [[5, 6]], 20)[0]
+    seven = GenerationRequest(prompt_ids=[5, 6], max_new_tokens=20, logit_bias={7: 100.0})
+    engine.add_request(seven)
+    while engine.scheduler.has_pending_work:
+        engine.step()
+    result = engine.result(seven.request_id)
+    assert len(free) == 20 and result is not None and (result.finish_reason, result.token_ids) == ("stop", [])
+
+
+class Watched(DecoderModel):
+    """A user's own, with a constructor."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls = 0
+
+    def hidden_states(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return super().hidden_states(*args, **kwargs)
+
+
+def test_a_subclass_of_the_decoder_has_its_constructor(tmp_path: Path) -> None:
+    model = tiny_model()
+    save_pretrained(model, tmp_path)
+    loaded = load_model(tmp_path, model_class=Watched)
+    assert isinstance(loaded, Watched) and loaded.config == model.config
+    assert torch.equal(loaded(IDS % 64)[0], model(IDS % 64)[0]) and loaded.calls == 1
+
+
 class SmallMLP(GatedMLP):
     """A user's own."""
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import distill as distillation
 from engine.batch_engine import ContinuousBatchingEngine
-from engine.distill import Costs, Shape, distill, held_out, main, make_draft, read_shard, tokens_a_step
+from engine.distill import Costs, Shape, distill, hold_out, main, make_draft, read_shard, tokens_a_step
 from engine.generation import batch_generate_requests
 from engine.models.loader import load_model
 from engine.models.publisher import save_pretrained
@@ -69,7 +69,7 @@ def test_a_draft_learns_its_target(trained: tuple[Path, dict[str, Any]]) -> None
 
 def tokens_a_step_in_an_engine(target: Path, folder: Path) -> float:
     """Over the conversations that were held out, with gamma 4."""
-    conversations = [c for file in folder.glob("training/*.safetensors") for c in read_shard(file) if held_out(c)]
+    conversations = hold_out([c for file in folder.glob("training/*.safetensors") for c in read_shard(file)])[1]
     assert 0 < len(conversations) <= distillation.JUDGED
     requests = [
         GenerationRequest(
@@ -169,6 +169,42 @@ def test_another_plan_in_the_same_folder_is_refused(
         distill(str(target), trained[0], **OPTIONS | {"seed": 1})
 
 
+def test_a_plan_that_made_nothing_holds_nobody(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "plan.json").write_text(json.dumps({"seed": 5}))
+    report = distill(str(target), tmp_path, shapes=[(32, 1)], **OPTIONS | {"conversations": 8, "answer": 4, "steps": 1})
+    assert report["chosen"] == "32x1"
+    # the same target by another name
+    (tmp_path / "same").symlink_to(target)
+    options = OPTIONS | {"conversations": 8, "answer": 4, "steps": 1}
+    assert distill(str(tmp_path / "same"), tmp_path, shapes=[(32, 1)], **options) == report
+
+
+def test_what_is_there_is_not_written_over(target: Path, tmp_path: Path) -> None:
+    own, other, file = tmp_path / "own", tmp_path / "other", tmp_path / "file"
+    for folder in (own, other):
+        shutil.copytree(target, folder)
+    file.touch()
+    before = [path.read_bytes() for path in sorted(own.iterdir())]
+    for output, message in (
+        (own, "is the target's own folder"),
+        (other, "has a model that this didn't make"),
+        (file, "is not a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill(str(own), output, shapes=[(32, 1)], **OPTIONS)
+    assert [path.read_bytes() for path in sorted(own.iterdir())] == before
+
+
+@pytest.mark.parametrize("count", (2, 5, 40))
+def test_few_questions_are_enough(count: int, target: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"conversations": 60, "answer": 4, "steps": 1}
+    distill(str(target), tmp_path, prompts=[f"the fox {i}" for i in range(count)], shapes=[(32, 1)], **options)
+    learned, judged = hold_out(read_shard(next(tmp_path.glob("training/*.safetensors"))))
+    sides = [{tuple(c.tokens[: c.prompt_len].tolist()) for c in side} for side in (learned, judged)]
+    assert not sides[0] & sides[1] and len(sides[1]) == max(len(sides[0] | sides[1]) // 16, 1)
+
+
 def test_the_fastest_shape_is_chosen_and_training_ends_when_nothing_is_gained(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,9 +239,12 @@ def test_questions_from_a_file(target: Path, tmp_path: Path) -> None:
     [
         (["--model", "nowhere/nothing"], "nowhere/nothing: no such file or folder"),
         (["--prompts", "missing.txt"], "missing.txt"),
-        (["--prompts", "empty.txt"], "no line with text"),
+        (["--prompts", "empty.txt"], "empty.txt has no line with text"),
+        (["--prompts", "latin.txt"], "latin.txt is not UTF-8"),
+        (["--prompts", "one.txt"], "two different ones are needed"),
+        (["--answer", "256"], "answer 256 leaves no room for a prompt in the context of 256"),
         (["--shapes", "64x1"], "64x1 is not within the target's 32x2"),
-        (["--conversations", "1"], "1 conversations: too few"),
+        (["--conversations", "1"], "all conversations begin with the same prompt"),
     ],
     ids=str,
 )
@@ -219,15 +258,34 @@ def test_errors_name_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("Fran\xe7ois".encode("latin-1"))
+    Path("one.txt").write_text("again\nagain\n")
     assert main(["--model", str(target), "--output", "draft", "--answer", "4", *changes]) == 2
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--steps 0", "--shapes 32", "--conversations x", "--learning-rate nan"])
-def test_options_that_are_no_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(target), "--output", str(tmp_path), "--device", "cuda"]) == 2
+    assert "device cuda: torch finds no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--steps 0", "'0' is not a whole number above 0"),
+        ("--shapes 64xx2", "'64xx2' is not HIDDENxLAYERS or HIDDENxLAYERS+state"),
+        ("--conversations x", "'x' is not a whole number above 0"),
+        ("--learning-rate nan", "'nan' is not between 0 and 1"),
+        ("--learning-rate 2", "'2' is not between 0 and 1"),
+        ("--seed 1180591620717411303424", "is not a whole number of up to 18 digits"),
+    ],
+)
+def test_options_that_are_no_numbers(option: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         main(["--model", "m", "--output", "o", *option.split()])
-    assert error.value.code == 2 and option.split()[0] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and option.split()[0] in said and reason in said
 
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True, "head_dim": 16}], ids=str)

@@ -222,6 +222,11 @@ def test_every_end_of_turn_token_ends(tiny: Path) -> None:
         (lambda w: set_value(w, "llama.rope.dimension_count", 8), r"llama\.rope\.dimension_count 8"),
         (lambda w: set_value(w, "llama.attention.head_count", 0), "num_attention_heads|num_heads|zero"),
         (lambda w: set_value(w, "general.architecture", "gemma9"), r"'gemma9' is not supported; known: llama"),
+        (
+            lambda w: set_array(w, "general.architecture", ["llama"]),
+            r"general\.architecture is \['llama'\], expected str",
+        ),
+        (lambda w: set_array(w, "tokenizer.ggml.eos_token_id", [1, 2]), r"eos_token_id is \[1, 2\], expected int"),
     ],
 )
 def test_what_a_file_can_get_wrong_is_named(change: Change, message: str, tiny_reference: Any, tmp_path: Path) -> None:
@@ -232,6 +237,11 @@ def test_what_a_file_can_get_wrong_is_named(change: Change, message: str, tiny_r
 
 def set_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     writer.kv_data[-1][key].value = value
+
+
+def set_array(writer: gguf.GGUFWriter, key: str, values: list[Any]) -> None:
+    writer.kv_data[-1].pop(key, None)
+    writer.add_array(key, values)
 
 
 def assert_refused_cheaply(path: Path, message: str = "") -> None:

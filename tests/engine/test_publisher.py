@@ -143,6 +143,7 @@ def test_tokenizer_and_generation_settings_go_along(make: Any, tiny_reference: A
     assert (sorted(tokenizer.eos_token_ids), 0.6) == (generation.eos_token_id, generation.temperature)
     save_pretrained(load_model(source), out, made)  # transformers' own will do
     assert load_tokenizer(out).encode(text) == tokenizer.encode(text)
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "who may read one may read all"
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == made.eos_token_id
 
 

@@ -195,6 +195,15 @@ def test_ends_inside_an_accepted_run(target: DecoderModel) -> None:
     assert places & set(range(1, 8))
 
 
+@pytest.mark.parametrize("logprobs", (None, 2))
+def test_logits_that_are_not_numbers(target: DecoderModel, logprobs: int | None) -> None:
+    broken = near(target, 0)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="no token can follow"):
+        SpeculativeDecodingBackend(broken, target, 3).generate(PROMPT, max_new_tokens=5, logprobs=logprobs)
+
+
 def test_what_is_refused(target: DecoderModel) -> None:
     for draft, options, message in (
         (make(1, vocab_size=130), {}, "vocab_size: the draft's 130 is not the target's 131"),
