@@ -19,7 +19,10 @@ import pytest
 
 from app.cli import free_ports
 from app.settings import is_loopback
+from engine.models.publisher import save_pretrained
 from tests.e2e.conftest import LLM_SERVE, Server, listening, llm_serve, wait_until
+from tests.engine.made_tokenizers import byte_level_tokenizer
+from tests.engine.oracle import tiny_model
 
 
 @pytest.fixture
@@ -150,6 +153,19 @@ def test_a_signal_during_the_start(line: str) -> None:
     assert server.process.wait(120) == 130
     assert gone(processes, folders)
     assert not any("error" in line.lower() or "Traceback" in line for line in server.lines), server.lines
+
+
+def test_a_draft_that_does_not_fit_is_told_of(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """And is done without. Serve's own log would keep the line to itself."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    save_pretrained(tiny_model(vocab_size=402), target, byte_level_tokenizer())
+    save_pretrained(tiny_model(vocab_size=402, target_hidden_size=48), draft, byte_level_tokenizer())
+    server = serve("--model", str(target), "--speculation", "draft", "--draft-model", str(draft))
+    wait_until(lambda: any("no draft, so plain decoding" in line for line in server.lines))
+    (line, *_) = [line for line in server.lines if "no draft, so plain decoding" in line]
+    assert "hidden states of 48, not the target's of 32" in line
+    body = {"prompt": "hello", "max_tokens": 8}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
