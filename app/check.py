@@ -64,7 +64,7 @@ def _service_problems(service: Mapping[str, Any]) -> Iterator[str]:
         if name.startswith((ENV_PREFIX, "RAY_SERVE_")):
             if name not in common:
                 yield f"env: {name} is not set on every node"
-            elif any(other[name].get("value") != common[name].get("value") for other in environments):
+            elif any(other[name] != common[name] for other in environments):
                 yield f"env: {name} is not the same on every node"
     if odd := [name for name, value in ours.items() if not isinstance(value, str)]:
         yield f"env: {odd[0]} is not text: quote it"
@@ -128,9 +128,20 @@ def _config_problems(config: Any) -> Iterator[str]:
             if name in application.args:
                 yield f"{where}.args: {name} has no effect here, it is one of http_options"
         try:
-            check_bind(schema.http_options.host, ServingConfig.from_options(application.args).api_key)
+            ours = ServingConfig.from_options(application.args)
+            check_bind(schema.http_options.host, ours.api_key)
         except ConfigError as error:
             yield f"{where}.args: {error}"
+            continue
+        for j, deployment in enumerate(application.deployments):
+            place, given = f"{where}.deployments[{j}]", deployment.model_dump(exclude_unset=True)
+            if deployment.name in DEPLOYMENTS[1:] and ours.max_replicas is not None and "num_replicas" in given:
+                yield f"{place}.num_replicas: has no effect beside max_replicas"
+            options = given.get("ray_actor_options") or {}
+            if deployment.name == "EngineReplica" and ours.tensor_parallel_size > 1:
+                bundle = {"num_cpus": 1, "num_gpus": 1}
+                if options.get("resources") or any(options.get(name, 0) > most for name, most in bundle.items()):
+                    yield f"{place}.ray_actor_options: a rank of tensor_parallel_size has one core, one GPU and no more"
 
 
 def _key_problems(value: Any, annotation: Any, where: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ import psutil
 from pydantic_core import PydanticUndefined
 
 from app.replica import available_cores
-from app.settings import ENV_PREFIX, ConfigError, ServingConfig, check_bind, unknown_option
+from app.settings import ENV_PREFIX, ConfigError, ServingConfig, check_bind, check_otlp, unknown_option
 
 APP_NAME = "pilotfish"
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _check(file)
         config = ServingConfig.from_options(options)
         check_bind(config.host, config.api_key)
+        check_otlp(config)
         if address is None:
             config.check_files()
             _check_port(config.host, config.port)
@@ -276,7 +277,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
     import ray
     from ray import serve
 
-    from app.main import build_app
+    from app.main import build_app, wants_gpu
 
     try:
         if address is None:
@@ -293,7 +294,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
                 _temp_dir=str(folder / "ray"),
             )
             threading.Thread(target=_end_with_ray, args=(over,), daemon=True).start()
-            _check_gpus(config, ray.cluster_resources().get("GPU", 0))
+            _check_gpus(config, wants_gpu(config), ray.cluster_resources().get("GPU", 0))
         else:
             ray.init(address=address, logging_level="warning")
         take_signals()  # Ray has put its own in place
@@ -315,18 +316,18 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
         return 0
     except Exception as error:  # whatever Ray raises: the operator needs its words, not our stack
         print(f"llm-serve: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         over.set()
         ray.shutdown()
 
 
-def _check_gpus(config: ServingConfig, available: float) -> None:
-    """Ray would wait for GPUs for ever. ConfigError where this machine has too few."""
-    engines = config.num_replicas * config.tensor_parallel_size if config.device.startswith("cuda") else 0
+def _check_gpus(config: ServingConfig, engines_too: bool, available: float) -> None:
+    """Ray would wait for GPUs for ever. ConfigError where this machine has too few for drafts and, maybe, engines."""
+    engines = config.num_replicas * config.tensor_parallel_size * engines_too
     wanted = engines + config.has_draft_actors * config.num_drafts * config.draft_num_gpus
     if wanted > available:
-        option = "device cuda" if engines else "draft_num_gpus"
+        option = f"device {config.device}" if engines else "draft_num_gpus"
         raise ConfigError(f"{option}: {wanted:g} GPUs are wanted, and this machine has {available:g}")
 
 

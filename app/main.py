@@ -23,7 +23,7 @@ from app.placement import Engines
 from app.ranks import RankActors, bundles
 from app.replica import EngineReplica, build_engine, load_tokenizer
 from app.router import Router
-from app.settings import ServingConfig, check_bind
+from app.settings import ServingConfig, check_bind, check_otlp
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def build_app(config: ServingConfig) -> serve.Application:
     """The same for a ServingConfig."""
     check_bind(_proxy_host() or config.host, config.api_key)
+    check_otlp(config)
     # Serve kills what drains longer than this: a stream may take as long as its request may.
     common = {"graceful_shutdown_timeout_s": config.request_timeout, "graceful_shutdown_wait_loop_s": 0.2}
     draft = serve.deployment(
@@ -51,7 +52,7 @@ def build_app(config: ServingConfig) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0 if config.draft_num_gpus else 1, "num_gpus": config.draft_num_gpus},
     )
-    gpus = 1 if _wants_gpu(config) else 0
+    gpus = 1 if wants_gpu(config) else 0
     engine = serve.deployment(
         _EngineReplica,
         name="EngineReplica",
@@ -227,7 +228,7 @@ def _proxy_host() -> str | None:
     return options.host or "0.0.0.0"
 
 
-def _wants_gpu(config: ServingConfig) -> bool:
+def wants_gpu(config: ServingConfig) -> bool:
     if config.device == "auto":
         return (
             ray.is_initialized()

@@ -56,7 +56,7 @@ class Metrics:
             "status",
         )
         self._first_token = self._histogram(
-            "llm_time_to_first_token_seconds", "from arrival to the first token", _REQUEST_SECONDS, "endpoint"
+            "llm_time_to_first_token_seconds", "of streams: arrival to first token", _REQUEST_SECONDS, "endpoint"
         )
         self._inter_token = self._histogram(
             "llm_inter_token_latency_seconds",
@@ -68,7 +68,7 @@ class Metrics:
         self._http_seconds = self._histogram(
             "llm_http_request_duration_seconds", "from arrival to the last byte", _REQUEST_SECONDS, "route"
         )
-        self._failovers = self._counter("llm_failovers", "attempts lost with their replica and made elsewhere")
+        self._failovers = self._counter("llm_failovers", "attempts that a replica lost or gave back, made anew")
 
         self._fill = self._gauge("llm_batch_fill_ratio", "sequences in the last step by max_batch_size")
         self._hit_ratio = self._gauge(
@@ -245,14 +245,15 @@ class RayExporter:
         self._pushed: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def push(self) -> None:
-        """Sends what has changed since the last push to Ray's agent. Needs a running Ray."""
+        """Sends all gauges, which Ray forgets when they are not set again, and what counters have grown by. Needs a
+        running Ray."""
         from ray.util import metrics as ray_metrics
 
         for family in self._metrics.families():
             for sample in family.samples:
                 key = (sample.name, tuple(sample.labels.values()))
-                before = self._pushed.get(key, 0.0 if family.type == "counter" else None)
-                if sample.value == before:
+                before = self._pushed.get(key, 0.0)
+                if family.type == "counter" and sample.value == before:
                     continue
                 series = self._series.get(sample.name)
                 if series is None:

@@ -155,8 +155,6 @@ class ServingConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServingConfig:
-        if self.otlp_traces_endpoint is not None and not _has_otlp():
-            raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'pilotfish[otel]'")
         if not self.use_paged_attention and self.page_size is not None:
             raise ValueError("page_size needs use_paged_attention: without it a page is a whole context")
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
@@ -266,15 +264,9 @@ class ServingConfig(BaseSettings):
                 raise ConfigError(f"{option}: no such file or folder: {value}")
 
 
-def _has_otlp() -> bool:
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
-
-
 def _one_line(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    loc = error["loc"][:1] if error["loc"][:1] == ("api_keys",) else error["loc"]  # what follows is a key
+    where = ".".join(str(part) for part in loc)
     if error["type"] == "missing":
         return f"{where}: required (as an option or as {ENV_PREFIX}{where.upper()})"
     message = error["msg"].removeprefix("Value error, ")
@@ -308,6 +300,16 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
+
+
+def check_otlp(config: ServingConfig) -> None:
+    """Raises ConfigError where traces are wanted and this machine hasn't what makes them."""
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of a package above it
+        found = False
+    if config.otlp_traces_endpoint is not None and not found:
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'pilotfish[otel]'")
 
 
 def check_bind(host: str, api_key: SecretStr | str | None) -> None:

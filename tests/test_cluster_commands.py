@@ -174,10 +174,15 @@ def test_what_is_built_and_pushed(tmp_path: Path) -> None:
     finally:
         daemon.shutdown()
         daemon.server_close()
-    (build, context), (push, _) = daemon.got  # type: ignore[attr-defined]
-    assert "dockerfile=k8s%2FDockerfile" in build
-    (tag,) = re.findall(r"t=([^&]*)", build)
-    assert push.startswith(f"/v1.41/images/{tag.replace('%2F', '/').partition('%3A')[0]}/push")
+    builds, pushes = daemon.got[::2], daemon.got[1::2]  # type: ignore[attr-defined]
+    assert len(builds) == 2
+    for (build, _), (push, _) in zip(builds, pushes, strict=True):
+        assert "dockerfile=k8s%2FDockerfile" in build
+        (tag,) = re.findall(r"[?&]t=([^&]*)", build)
+        name, _, label = tag.replace("%2F", "/").partition("%3A")
+        assert push.startswith(f"/v1.41/images/{name}/push") and f"tag={label}" in push
+        assert ("cu130" in build) == label.endswith("-gpu")
+    context = builds[0][1]
     with tarfile.open(fileobj=io.BytesIO(context)) as tar:
         names = set(tar.getnames())
         recipe = tar.extractfile("k8s/Dockerfile")

@@ -188,6 +188,7 @@ def test_ports_agree(name: str) -> None:
     for monitor in (document for document in documents("monitoring.yaml") if document["kind"] == "PodMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"].items() - {("ray.io/node-type", "head")}
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["honorLabels"], "our `endpoint` is not the operator's, which is the port's name"
         for group, container in zip(groups(manifest), (head, *workers), strict=True):
             assert labels <= group["template"]["metadata"]["labels"].items()
             assert endpoint["port"] in {port["name"] for port in container["ports"]}
@@ -258,6 +259,7 @@ def test_nobody_is_root_and_models_are_kept(name: str) -> None:
     assert home is not None and f"VOLUME {home[1]}" in image
     for group, container in zip(groups(service(name)), containers(service(name)), strict=True):
         pod = group["template"]["spec"]
+        assert pod["enableServiceLinks"] is False, "a Service llm-serving would set variables like options"
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         (mount,) = container["volumeMounts"]
@@ -293,9 +295,11 @@ def test_every_actor_has_a_pod_it_fits_into(name: str) -> None:
         (worker,) = fitting
         group = worker["group"]
         most = deployment.num_replicas
-        if deployment.name == "EngineReplica" and config.max_replicas is not None:
-            most = config.max_replicas
-            assert group["minReplicas"] >= config.num_replicas
+        if config.max_replicas is not None:
+            engines = deployment.name == "EngineReplica"
+            most = config.max_replicas if engines else config.max_drafts
+            assert "num_replicas" not in deployment.model_fields_set, "the scaling's; it would have no effect"
+            assert group["minReplicas"] >= (config.num_replicas if engines else config.num_drafts)
             assert manifest["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] and most <= group["maxReplicas"]
         taken.add(group["groupName"])
@@ -312,7 +316,6 @@ def test_many_gpus_scale_spread_and_have_a_draft() -> None:
     assert by_name["Router"].max_replicas_per_node == 1 and by_name["Router"].num_replicas == 2
     config = ServingConfig.from_options({**application(manifest).args, "api_key": "x"})
     assert config.max_replicas is not None and config.max_replicas > config.num_replicas
-    assert "num_replicas" not in by_name["EngineReplica"].model_fields_set, "it would override the scaling"
     assert config.draft_model is not None and "DraftModel" in by_name
 
 

@@ -177,6 +177,20 @@ def test_the_nodes_environment_is_what_counts(
     assert os.environ["LLM_SERVING_DTYPE"] == "fp8"
 
 
+def test_what_scaling_and_ranks_make_of_deployments(config: dict[str, Any], tmp_path: Path) -> None:
+    application = config["applications"][0]
+    application["args"] |= {"max_replicas": 8, "speculation": "draft", "draft_model": "dummy", "draft_num_gpus": 1}
+    application["deployments"].append({"name": "DraftModel", "num_replicas": 1})
+    (problem,) = problems(tmp_path, config)
+    assert problem == "applications[0].deployments[2].num_replicas: has no effect beside max_replicas"
+    application["args"] = {"model": "org/model", "tensor_parallel_size": 2}
+    application["deployments"] = [{"name": "EngineReplica", "ray_actor_options": {"num_cpus": 4, "num_gpus": 1}}]
+    (problem,) = problems(tmp_path, config)
+    assert problem.startswith("applications[0].deployments[0].ray_actor_options: a rank of tensor_parallel_size has")
+    application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1, "num_gpus": 1}
+    assert problems(tmp_path, config) == []
+
+
 def test_the_same_on_every_node(config: dict[str, Any], tmp_path: Path) -> None:
     groups = [
         {"template": {"spec": {"containers": [{"env": [{"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": value}]}]}}}

@@ -16,14 +16,16 @@ from app.settings import ConfigError, ServingConfig
 
 def test_gpus_that_are_not_there_are_not_waited_for() -> None:
     cuda = ServingConfig(model="dummy", device="cuda", num_replicas=2)
-    _check_gpus(cuda, 2)
-    _check_gpus(ServingConfig(model="dummy"), 0)
+    _check_gpus(cuda, True, 2)
+    _check_gpus(ServingConfig(model="dummy"), False, 0)
     with pytest.raises(ConfigError, match="device cuda: 2 GPUs are wanted, and this machine has 1"):
-        _check_gpus(cuda, 1)
+        _check_gpus(cuda, True, 1)
     draft = ServingConfig(model="dummy", speculation="draft", draft_model="dummy", draft_num_gpus=0.5)
     assert draft.has_draft_actors
     with pytest.raises(ConfigError, match="draft_num_gpus: 0.5 GPUs are wanted, and this machine has 0"):
-        _check_gpus(draft, 0)
+        _check_gpus(draft, False, 0)
+    with pytest.raises(ConfigError, match="device auto: 1.5 GPUs are wanted, and this machine has 1"):
+        _check_gpus(draft, True, 1)
 
 
 def test_every_option_is_a_flag() -> None:

@@ -222,6 +222,8 @@ def test_ray_gets_the_same_series(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.record_batch_fill_ratio(step(8))
     exporter.push()
     metrics.record_batch_fill_ratio(step(0))
+    for key in [key for key in sent if key[0] == "Gauge"]:
+        del sent[key]  # as Ray's worker does when it has told its agent
     exporter.push()
     ours = {(name, key): amount for name, series in read(metrics).items() for key, amount in series.items() if amount}
     assert {(name, key): amount for (_, name, key), amount in sent.items() if amount} == ours

@@ -84,6 +84,9 @@ def test_further_keys_and_their_priorities(monkeypatch: pytest.MonkeyPatch) -> N
     assert "batch-key" not in repr(config) + str(config) + config.model_dump_json()
     with pytest.raises(ConfigError, match="api_keys needs api_key"):
         ServingConfig.from_options({"model": "x"})
+    with pytest.raises(ConfigError) as caught:
+        ServingConfig.from_options({"model": "x", "api_key": "main", "api_keys": {"sk-secret": "high"}})
+    assert "api_keys: Input should be" in str(caught.value) and "sk-secret" not in str(caught.value)
     with pytest.raises(ConfigError, match="api_keys: a key is empty"):
         ServingConfig.from_options({"model": "x", "api_key": "main", "api_keys": {" ": 1}})
     written = ServingConfig.from_options({"model": "x", "api_key": "main\n", "api_keys": {"guest\n": 1}})

@@ -19,7 +19,7 @@ from opentelemetry.trace import StatusCode
 from app.ingress import build_asgi_app
 from app.replica import build_engine
 from app.router import GenerationError, Router
-from app.settings import ConfigError, ServingConfig
+from app.settings import ConfigError, ServingConfig, check_otlp
 from app.tracing import make_tracer
 from tests.app.edge import ScriptedRouter
 from tests.app.fakes import TOKENIZER, LocalEngines
@@ -161,4 +161,4 @@ def test_without_the_extra_the_option_is_refused(monkeypatch: pytest.MonkeyPatch
     assert ServingConfig.from_options(options).otlp_traces_endpoint == options["otlp_traces_endpoint"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'pilotfish\[otel\]'"):
-        ServingConfig.from_options(options)
+        check_otlp(ServingConfig.from_options(options))
