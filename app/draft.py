@@ -206,6 +206,7 @@ class DraftServer:
         self._known[row] = self._length[row] = count
         self._limit[row] = sequence.limit
         self._stood[row] = _STOOD
+        self._gamma[row] = 1  # taken, until its engine says more: the next new one goes elsewhere
         self.table.uid[row] = sequence.uid
         self.table.write(np.full(count, row), np.arange(count), sequence.tokens)
         self.drafter.sampling.set(

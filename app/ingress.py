@@ -325,7 +325,10 @@ class Ingress:
         self._operators_only(call)
         if self._adapter(self._model(body.lora_name)) is None:
             raise ApiError(400, f"{body.lora_name} is not an adapter", param="lora_name")
-        await self.router.unload_adapter(body.lora_name)
+        try:
+            await self.router.unload_adapter(body.lora_name)
+        except Unavailable as error:
+            raise ApiError(503, str(error)) from None
         await send_json(call.send, {"id": body.lora_name, "object": "model", "deleted": True})
 
     # --- native routes

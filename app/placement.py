@@ -49,8 +49,11 @@ class PrefixView:
         """Takes what the replica says."""
         if changes.whole:
             self._held.clear()
-        self._held.update(changes.came.tolist())
-        self._held.difference_update(changes.left.tolist())
+        came, left = changes.came.tolist(), changes.left.tolist()
+        self._held.update(came)
+        self._held.difference_update(left)
+        for digest in (*came, *left):  # what is known need not be expected
+            self._expected.pop(digest, None)
 
     def expect(self, digests: list[int]) -> None:
         """A prompt of these pages is on its way there."""

@@ -7,6 +7,7 @@ torch is loaded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -165,6 +166,7 @@ class EngineReplica:
             draft.on_round_trip = self.metrics.draft_round_trip
         self._loop = asyncio.get_running_loop()
         self._adapter_lock = asyncio.Lock()
+        self._grammar_lock = asyncio.Lock()  # costly ones wait here, and not in the threads that others need
         self._calls: dict[int, asyncio.Future[GenerationResult]] = {}
         self._seen: dict[int, None] = {}
         self._pumps: dict[int, Pump] = {}
@@ -262,7 +264,13 @@ class EngineReplica:
             return loaded.key
         if loaded is not None:
             self.engine.unload_adapter(name)
-        return await asyncio.to_thread(self.engine.load_adapter, name, path)
+        # To its end, whoever leaves: a thread goes on, and the next one would meet what it loads.
+        loading = asyncio.ensure_future(asyncio.to_thread(self.engine.load_adapter, name, path))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await asyncio.wait([loading])
+            raise
 
     async def unload_adapter(self, name: str) -> None:
         if name in self.engine.adapters():
@@ -301,7 +309,8 @@ class EngineReplica:
         request_id = _engine_id(tag)
         try:
             if request.grammar is not None:  # the engine finds it compiled
-                await asyncio.to_thread(self.engine.grammars.compile, request.grammar)
+                async with contextlib.nullcontext() if request.grammar.is_plain else self._grammar_lock:
+                    await asyncio.to_thread(self.engine.grammars.compile, request.grammar)
             request = request.model_copy(update={"request_id": request_id})
             if request.adapter is None or adapter_path is None:
                 self.engine.add_request(request, tag=tag)

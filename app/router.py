@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 KEY_BITS = 22
 MAX_ATTEMPTS = 5
 """A request that loses this many replicas in a row is more likely the cause than the victim."""
+PROGRESS = 64
+"""Tokens between two losses that are not in a row."""
 
 
 class Overloaded(QueueFull):
@@ -84,6 +86,9 @@ class TextGeneration:
         self._over = False
         self._at: tuple[str, int] | None = None
         self._stopper: asyncio.Task[None] | None = None
+        self._call: asyncio.Task[Any] | None = None
+        known = router.adapters.get(request.adapter or "")
+        self._adapter_path = None if known is None else known[0]  # kept when its name is dropped
         self._driver = asyncio.create_task(self._drive())
         self._driver.add_done_callback(self._ended)
 
@@ -146,9 +151,23 @@ class TextGeneration:
         chunk.token_ids += delta.tokens
         if chunk.logprobs is not None:
             chunk.logprobs += logprobs[: len(delta.tokens)]
-        if delta.stop is not None and self._outcome is None and self._at is not None:
-            # The call stays open for its reply, which has the usage.
-            self._stopper = asyncio.create_task(self._router.engines.call(self._at[0], "abort", self._at[1]))
+        if delta.stop is not None and self._outcome is None and self._at is not None and self._stopper is None:
+            self._stopper = asyncio.create_task(self._stop(*self._at))
+
+    async def _stop(self, replica_id: str, tag: int) -> None:
+        """Ends the attempt at a stop string. Its call stays open for its reply, which has the usage, unless the replica
+        is gone or on its way out: then nobody there can be asked."""
+        try:
+            await self._router.engines.call(replica_id, "abort", tag)
+        except Exception:
+            if self._call is not None:
+                self._call.cancel()
+            self._router.usable.set()
+
+    @property
+    def needs_no_more(self) -> bool:
+        """Whether its text is over by a stop string, and nothing else is wanted of a replica."""
+        return self._text.stop is not None and self.request.prompt_logprobs is None
 
     def _set_result(self, ended: GenerationResult) -> None:
         kept = self._text.token_ids
@@ -198,10 +217,14 @@ class TextGeneration:
         full: set[str] = set()
         failures = 0
         while True:
-            link = await self._router.place(self, full)
+            had = len(self._received)
+            if (link := await self._router.place(self, full)) is None:
+                return self._bare_result()
             reply = await self._try(link)
-            if self._text.stop is not None:
-                return reply if isinstance(reply, GenerationResult) else self._bare_result()
+            if self._text.stop is not None and isinstance(reply, GenerationResult):
+                return reply
+            if self.needs_no_more:
+                return self._bare_result()
             if isinstance(reply, GenerationResult) and reply.finish_reason is not FinishReason.ABORT:
                 if reply.finish_reason is FinishReason.ERROR:
                     if (reply.error or "").startswith(GRAMMAR_ERROR):
@@ -220,10 +243,11 @@ class TextGeneration:
                 continue
             if isinstance(reply, Refusal) and reply.status == 400:
                 raise ValueError(reply.message)
-            failures += 1
+            failures = 1 if len(self._received) >= had + PROGRESS else failures + 1
             if failures == MAX_ATTEMPTS:
                 raise GenerationError(f"{failures} attempts were lost with their replicas", 503)
             self.attempt += 1
+            full.clear()
             self._router.metrics.failover()
             if len(self._received) >= self.request.max_new_tokens and self.request.prompt_logprobs is None:
                 return self._bare_result()
@@ -240,8 +264,11 @@ class TextGeneration:
         request = self.request.model_copy(
             update={"output_ids": known, "attempt": self.attempt, "stop": [], "timeout": None}
         )
-        path, _ = self._router.adapters.get(request.adapter or "", (None, ""))
+        if self._text.stop is not None:
+            request.max_new_tokens = len(known) + 1
+        path = self._adapter_path
         call = asyncio.create_task(self._router.engines.call(link.replica_id, "generate", request, tag, path))
+        self._call = call
         link.attempts[tag] = (self, call)
         self._at = link.replica_id, tag
         self.sent = time.monotonic()
@@ -392,13 +419,19 @@ class Router:
                 raise error if isinstance(error, ValueError) else Unavailable(f"a replica was lost: {error!r}")
         if not keys:
             raise Unavailable("no replica is ready")
-        await self.engines.broadcast("set_adapter", name, (path, str(keys[0])))
+        await self._tell_routers(name, (path, str(keys[0])))
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that run with it go on."""
-        await self.engines.broadcast("set_adapter", name, None)
+        await self._tell_routers(name, None)
         calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._links]
         await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
+
+    async def _tell_routers(self, name: str, place: tuple[str, str] | None) -> None:
+        try:
+            await self.engines.broadcast("set_adapter", name, place)
+        except Exception as error:
+            raise Unavailable(f"a Router couldn't be told: {error!r}") from None
 
     async def set_adapter(self, name: str, place: tuple[str, str] | None) -> None:
         """What another Router was asked."""
@@ -492,24 +525,29 @@ class Router:
 
     # --- for TextGeneration and ReplicaLink
 
-    async def place(self, generation: TextGeneration, full: set[str]) -> ReplicaLink:
-        """A usable replica outside of `full`; waits for one when there is none.
+    async def place(self, generation: TextGeneration, full: set[str]) -> ReplicaLink | None:
+        """A usable replica outside of `full`; waits for one when there is none. None for who needs none any more.
 
         Without end while Serve has one that runs, which may be slow to connect or be replaced: that one's end is
         Serve's to find. Without any, Unavailable after heartbeat_timeout, unless a replica was lost on the way.
         """
-        while True:
+        while not generation.needs_no_more:
             usable = [link for link in self._links.values() if link.is_usable]
             if free := [link for link in usable if link.replica_id not in full]:
                 return self._placement.choose(free, generation.request, generation.session)
-            if usable:
+            if usable and generation.attempt == generation.request.attempt:
                 raise self._overloaded()
+            if usable:  # it was let in before, and waits for a place in the queues of those that are left
+                await asyncio.sleep(0.1)
+                full.clear()
+                continue
             try:
                 async with asyncio.timeout(self.config.heartbeat_timeout):
                     await self._wait_usable()
             except TimeoutError:
                 if not self._links and generation.attempt == generation.request.attempt:
                     raise Unavailable("no replica is ready") from None
+        return None
 
     async def _wait_usable(self) -> None:
         self.usable.clear()

@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--ways", nargs="+", default=list(WAYS[1:]), choices=WAYS[1:], help="of the first part")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the chats")
     parser.add_argument("--draft", help="a draft model for the chats")
     parser.add_argument("--chats", type=int, nargs="+", default=[1], help="chats at a time")
     parser.add_argument("--prompts", type=int, help="of a kind of chats at most")
@@ -269,7 +270,7 @@ def useless(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
 def chats(args: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
     """Greedy answers, `--chats` at a time."""
     tokenizer = load_tokenizer(args.model)
-    options: dict[str, Any] = {"max_seq_len": 1024, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"max_seq_len": 1024, "dtype": getattr(torch, args.dtype)}
     ways: dict[str, dict[str, Any]] = {"off": {}, "ngram": {"speculation": "ngram"}}
     if args.draft is not None:
         ways["draft"] = {"speculation": "draft", "draft_model": load_model(args.draft)}

@@ -51,7 +51,7 @@ def silu_mul_kernel(
     tl.store(out + token * SIZE + i, gate / (1.0 + tl.exp(-gate)) * up, mask=i < SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ids", "positions"])
 def best_of_block_kernel(
     scores: tl.tensor,  # [rows, >= vocab], rows `stride` apart
     stride: tl.tensor,

@@ -7,6 +7,7 @@ is wanted is a token after each, chosen without filters or penalties.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.attention import PackedBatch
+from engine.attention import PackedBatch, to_device
 from engine.kv_cache import KVSlotPool
 from engine.models.decoder import CausalLM
 from engine.models.lora import Adapter, AdapterSet
@@ -24,7 +25,11 @@ from engine.scheduler import StepPlan
 from engine.sequence import SequenceTable
 from engine.structured import fill_masks
 
+logger = logging.getLogger(__name__)
+
 _SLICE = 256  # prompt positions whose logits exist at a time
+_SHORT, _READ_ALONE = 16, 1 << 20  # tokens of a run that may; keys, over all tokens of a step, that they may read so
+_VERIFIED = 9  # tokens of a sequence, at most: a known one and speculation.MAX_GAMMA drafts
 _LARGEST_GRAPH = 512  # tokens; more keep the device busy for longer than the host needs to launch them
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
@@ -51,17 +56,16 @@ class _Graph:
 
 def cuda_graphs() -> Capture:
     """Captures CUDA graphs that share their memory: they run one after the other."""
-    memory = torch.cuda.graph_pool_handle()
+    memory, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # cuBLAS keeps memory for each stream
 
     def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()  # kernels are compiled and libraries choose theirs
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # what other threads do, such as NCCL's watchdog, is not part of it
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=side, capture_error_mode="thread_local"):
             output = run()
         return output, graph.replay
 
@@ -69,8 +73,8 @@ def cuda_graphs() -> Capture:
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Powers of two and their halfway points, up to eight tokens for each of `rows` sequences."""
-    largest = min(8 * rows, _LARGEST_GRAPH)
+    """Powers of two and their halfway points, up to a token and the most drafts for each of `rows` sequences."""
+    largest = min(_VERIFIED * rows, _LARGEST_GRAPH)
     steps = sorted({size for k in range(10) for size in (1 << k, 3 << k)})
     return steps[: bisect_left(steps, largest) + 1]
 
@@ -100,7 +104,15 @@ class ModelRunner:
         self.graphs: list[_Graph] = []  # of so many tokens:
         self._sizes: list[int] = []
         if self.device.type == "cuda" and model.attention.takes_token_pages:
-            self.capture(cuda_graphs())
+            try:
+                self.capture(cuda_graphs())
+            except Exception:  # a user's model may do what a graph can't hold; ranks must agree
+                if getattr(model, "ranks", None) is not None:
+                    raise
+                logger.exception("no CUDA graphs: the host launches every kernel of a forward")
+                self.graphs, self._sizes = [], []
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
@@ -155,6 +167,10 @@ class ModelRunner:
 
     def _graph(self, plan: StepPlan, tokens: int) -> _Graph | None:
         """The smallest that takes so many tokens, if any does."""
+        if tokens > len(plan.rows) + _SHORT:  # in a graph each token reads its keys by itself
+            runs = plan.counts - plan.drafts
+            if runs.max() > _SHORT and (runs * (plan.starts + runs)).sum() > _READ_ALONE:
+                return None
         at = bisect_left(self._sizes, tokens)
         # a graph knows no adapters
         return self.graphs[at] if at < len(self.graphs) and not self.table.has_adapter[plan.rows].any() else None
@@ -245,7 +261,7 @@ class ModelRunner:
             for i in range(0, len(targets), _SLICE):
                 logits = self.model.logits(run[i : i + _SLICE])
                 part = targets[i : i + _SLICE]
-                scores.append((index, i, self.sampler.with_logprobs(logits, part, int(wanted[index]))))
+                scores.append((index, i, self.sampler.with_logprobs(logits, part, int(wanted[index])).to_host()))
         return scores
 
     @staticmethod
@@ -260,4 +276,4 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # of this thread: Triton launches there
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return to_device(array, self.device)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import has_triton
+from engine.attention import has_triton, to_device
 from engine.schemas import SamplingParams, TokenLogprobs
 from engine.tokenization import Tokenizer
 
@@ -163,10 +163,10 @@ class SamplingTable:
             return
         rows = np.unique(self._changed)
         self._changed.clear()
-        at = torch.from_numpy(rows).to(self.seed.device.device, non_blocking=True)
+        at = to_device(rows, self.seed.device.device)
         for column in vars(self).values():
             if isinstance(column, _Column):
-                values = torch.from_numpy(column.host[rows]).to(at.device, non_blocking=True)
+                values = to_device(column.host[rows], at.device)
                 column.device.index_copy_(0, at, values)
 
     def clear(self, row: int) -> None:
@@ -274,7 +274,7 @@ class Sampler:
         table.upload()
         device = logits.device
         if places is None:
-            places = torch.from_numpy(np.stack((rows, lengths))).to(device, non_blocking=True)
+            places = to_device(np.stack((rows, lengths)), device)
         row_ids, positions = places[0], places[1]
         raw = logits[:, : self.vocab_size]
         wanted = int(table.num_logprobs[rows].max(initial=-1))
@@ -282,7 +282,7 @@ class Sampler:
             return Sampled(self._choose(raw, rows, row_ids, positions))
         scores = raw.clone() if wanted >= 0 and raw.dtype == torch.float32 else raw.float()
         if masks is not None:
-            at = torch.from_numpy(masks[0]).to(device, non_blocking=True)
+            at = to_device(masks[0], device)
             allowed = unpack_masks(masks[1].to(device, non_blocking=True), self.vocab_size)
             scores[at] = scores[at].masked_fill_(~allowed, float("-inf"))
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
@@ -306,7 +306,7 @@ class Sampler:
             ids = self.choose_plain(scores, row_ids, positions)
             filtered = np.flatnonzero(self.table.filtered[rows])
             if len(filtered):
-                at = torch.from_numpy(filtered).to(scores.device)
+                at = to_device(filtered, scores.device)
                 tempered = scores[at].float().div_(self.table.temperature.device[row_ids[at]].unsqueeze(1))
                 kept = ids[at].clamp(min=0)
                 self._filter(tempered, kept, row_ids[at], positions[at], torch.arange(len(at), device=at.device))
@@ -317,7 +317,7 @@ class Sampler:
         else:
             ids = scores.max(-1).indices  # several times faster than argmax
             if not greedy.all():
-                at = torch.from_numpy(np.flatnonzero(~greedy)).to(scores.device, non_blocking=True)
+                at = to_device(np.flatnonzero(~greedy), scores.device)
                 ids[at] = self._draw(scores[at], rows[~greedy], row_ids[at], positions[at])
         return torch.where(scores.gather(1, ids.unsqueeze(1)).squeeze(1) > float("-inf"), ids, INVALID)
 
@@ -326,17 +326,17 @@ class Sampler:
         be chosen."""
         table = self.table
         table.upload()
-        row_ids, positions = torch.from_numpy(rows).to(logits.device), torch.from_numpy(lengths).to(logits.device)
+        row_ids, positions = to_device(rows, logits.device), to_device(lengths, logits.device)
         scores = logits[:, : self.vocab_size].to(torch.float32, copy=True)
         self._modify(scores, rows, lengths, row_ids, positions, tokens)
         scores /= table.temperature.device[row_ids].unsqueeze(1)
         filtered = np.flatnonzero(table.filtered[rows])
         if len(filtered):
-            at = torch.from_numpy(filtered).to(scores.device)
+            at = to_device(filtered, scores.device)
             kept = scores[at]
             scores[at] = kept.masked_fill_(kept < self._cutoff(kept, row_ids[at]), float("-inf"))
         best = scores.max(-1, keepdim=True)
-        greedy = torch.from_numpy(table.greedy[rows]).to(scores.device).unsqueeze(1)
+        greedy = to_device(table.greedy[rows], scores.device).unsqueeze(1)
         scores.masked_fill_(greedy & (self.token_ids != best.indices), float("-inf"))
         return scores.sub_(best.values).softmax(-1).nan_to_num_(0)
 
@@ -364,7 +364,7 @@ class Sampler:
         penalised, biased = table.penalised[rows], table.biased[rows]
         early = table.has_min_len[rows] & (lengths < table.min_len.host[rows])
         if penalised.any():
-            at = torch.from_numpy(np.flatnonzero(penalised)).to(scores.device)
+            at = to_device(np.flatnonzero(penalised), scores.device)
             longest = int(lengths[penalised].max())
             scores[at] = self._penalise(scores[at], row_ids[at], positions[at], tokens[:, :longest])
         if biased.any():
@@ -372,7 +372,7 @@ class Sampler:
             scores.scatter_add_(1, ids, table.bias.device[row_ids])
         if early.any():
             stop = table.stop_ids.device[row_ids]
-            late = torch.from_numpy(~early).to(scores.device).unsqueeze(1) | (stop < 0)
+            late = to_device(~early, scores.device).unsqueeze(1) | (stop < 0)
             highest = torch.where(late, float("inf"), float("-inf"))
             scores.scatter_reduce_(1, stop.clamp(min=0), highest, "amin")  # ids may repeat
         if table.bad_words:
@@ -418,7 +418,7 @@ class Sampler:
         scores /= table.temperature.device[row_ids].unsqueeze(1)
         ids = self._gumbel_max(scores, row_ids, positions)
         if (filtered := table.filtered[rows]).any():
-            at = torch.from_numpy(np.flatnonzero(filtered)).to(scores.device)
+            at = to_device(np.flatnonzero(filtered), scores.device)
             self._filter(scores, ids, row_ids, positions, at)
         return ids
 

@@ -96,8 +96,9 @@ class Scheduler:
             )
 
     def check_queue(self, tokens: int) -> None:
-        """Raise QueueFull unless a sequence of so many tokens may wait. An empty queue takes one of any length."""
-        if self.max_queued is not None and self.num_waiting >= self.max_queued:
+        """Raise QueueFull unless a sequence of so many tokens may wait. An empty queue takes one of any length, and
+        those that have a row to go to don't count."""
+        if self.max_queued is not None and self.num_waiting >= self.max_queued + len(self._free_rows):
             raise QueueFull(f"{self.num_waiting} requests are waiting, the bound is {self.max_queued}")
         bound = self.max_queued_tokens
         if bound is not None and self.num_waiting and self.waiting_tokens + tokens > bound:
@@ -322,15 +323,15 @@ class Scheduler:
         hit = len(pages) * size + tail
         if not sequence.admitted:
             sequence.admitted = time.monotonic()
-            sequence.cached_tokens = hit
-            self.cached_tokens += hit
+            sequence.cached_tokens = min(hit, sequence.prompt_len)
+            self.cached_tokens += sequence.cached_tokens
         run = min(count - hit, budget, (len(pages) + pool.available) * size - hit)
         if tail:
             pool.touch(tail_page)
         self._extend(row, hit + run)
         if tail:
             copies.append((tail_page, int(table.page_table[row, len(pages)]), tail))
-        table.computed[row] = table.committed[row] = hit
+        table.computed[row], table.committed[row] = hit, len(pages) * size  # the tail is copied at the launch
         for digest in sequence.digests[len(pages) + 1 : full + 1]:
             self._pending.setdefault(digest, sequence)
         return run

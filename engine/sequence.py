@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.attention import to_device
 from engine.models.lora import Adapter
 from engine.sampling import SamplingTable
 from engine.schemas import GenerationRequest, TokenLogprobs
@@ -94,7 +95,7 @@ class SequenceTable:
     def set_states(self, rows: np.ndarray, places: np.ndarray, states: torch.Tensor | np.ndarray) -> None:
         """Put states [n, hidden_size], which chose the tokens at places [n] of rows [n]."""
         assert self.states is not None
-        at = torch.from_numpy(np.stack((rows, places))).to(self.states.device, non_blocking=True)
+        at = to_device(np.stack((rows, places)), self.states.device)
         self.states.index_copy_(0, at[0], torch.as_tensor(states).to(self.states))
         self.state_places.index_copy_(0, at[0], at[1])
 
@@ -125,14 +126,15 @@ class SequenceTable:
             )
         self.tokens[row, :count] = sequence.tokens
         if self.device_tokens.device.type != "cpu":
-            self.device_tokens[row, :count] = torch.from_numpy(sequence.tokens)
+            self.device_tokens[row, :count] = to_device(sequence.tokens, self.device_tokens.device)
 
     def write(self, rows: np.ndarray, places: np.ndarray, ids: np.ndarray) -> None:
         """Put ids [n] at places [n] of rows [n], for the host and for the device."""
         self.tokens[rows, places] = ids
         device = self.device_tokens.device
         if device.type != "cpu":
-            self.device_tokens[torch.from_numpy(rows), torch.from_numpy(places)] = torch.from_numpy(ids).to(device)
+            at = to_device(np.stack((rows, places, ids.astype(np.int64))), device)
+            self.device_tokens.index_put_((at[0], at[1]), at[2].to(torch.int32))
 
     def remove(self, row: int) -> None:
         sequence = self.sequences[row]

@@ -8,6 +8,7 @@ same noise agrees as often as the two distributions overlap (Daliri et al. 2024,
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.attention import to_device
 from engine.kv_cache import KVSlotPool
 from engine.models.decoder import CausalLM
 from engine.runner import ModelRunner
@@ -22,6 +24,8 @@ from engine.sampling import Sampler, SamplingTable, Vocabulary
 from engine.scheduler import StepPlan
 from engine.schemas import DraftAnswer, DraftMessage, DraftSequence
 from engine.sequence import SequenceTable
+
+logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
 CATCH_UP = 512  # prompt tokens that a draft model reads in a forward
@@ -161,16 +165,19 @@ class DraftModelProposer:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.table = drafter, drafter.table
         self._uid = np.full(len(self.table.uid), -1, dtype=np.int64)
+        self._base = np.zeros(len(self.table.uid), dtype=np.int64)  # tokens known when something was drafted last
 
     def propose(self, rows: np.ndarray, gammas: np.ndarray, worth: np.ndarray) -> np.ndarray:
         table, drafter = self.table, self.drafter
         gone = np.flatnonzero((self._uid >= 0) & (self._uid != table.uid))
         drafter.forget(gone)
         self._uid[gone] = -1
-        self._uid[rows] = table.uid[rows]
         lengths = table.known[rows]
-        # what was drafted past the last known token but one is not what the sequence says
-        drafter.rewind(rows, lengths - 1)
+        self._base[rows] = np.where(self._uid[rows] == table.uid[rows], self._base[rows], lengths)
+        self._uid[rows] = table.uid[rows]
+        # what was drafted is not what the sequence says; the last known token is read anew, for what follows it
+        drafter.rewind(rows, np.minimum(lengths - 1, self._base[rows]))
+        self._base[rows] = lengths
         drafts = np.full((len(rows), int(gammas.max(initial=0))), NO_TOKEN, dtype=np.int32)
         at = np.arange(len(rows))
         for step in range(drafts.shape[1]):
@@ -276,7 +283,7 @@ class RemoteProposer:
         states = None
         if self.channel.target_hidden_size:
             table.hold_states(self.channel.target_hidden_size)
-            at = torch.from_numpy(np.stack((rows, lengths - 1))).to(table.device_tokens.device)
+            at = to_device(np.stack((rows, lengths - 1)), table.device_tokens.device)
             states = table.states_at(at[0], at[1]).to("cpu", torch.float16).numpy()
         self._step += 1
         message = DraftMessage(
@@ -601,7 +608,11 @@ class Speculator:
         in_vain = self._chosen[rows] == 0
         self._next_probe[rows] = plan.lengths[at] + self._gap[rows]
         self._gap[rows] = np.where(in_vain, np.minimum(2 * self._gap[rows], _PROBE_SELDOM), _PROBE_EVERY)
-        drafts = self.proposer.propose(rows, plan.drafts[at], self._worth[rows])
+        try:
+            drafts = self.proposer.propose(rows, plan.drafts[at], self._worth[rows])
+        except Exception:  # a draft may fail, and a step is not to fail with it
+            logger.exception("no proposals for a step")
+            drafts = np.full((len(rows), 1), NO_TOKEN, dtype=np.int32)
         self._proposed = time.perf_counter() - start
         seconds = self._proposed / int(plan.drafts[at].max())
         self._proposals += 1

@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PRESENT = {"numpy", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "tqdm", "pyyaml", "jinja2"}
-PRESENT |= {"pydantic"}
 
 
 def absent() -> list[str]:

@@ -57,11 +57,20 @@ class PackedBatch:
         run_ends = np.cumsum(query_lens)
         positions = np.arange(len(rows)) + np.repeat(kv_lens - run_ends, query_lens)
         slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
-        to_device = torch.from_numpy(np.stack((positions, slots))).to(device, non_blocking=True)
-        return cls(to_device[0], query_lens, kv_lens, page_table, to_device[1], page_size)
+        both = to_device(np.stack((positions, slots)), device)
+        return cls(both[0], query_lens, kv_lens, page_table, both[1], page_size)
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.positions.device, non_blocking=True)
+        return to_device(array, self.positions.device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the array; on an accelerator by way of pinned memory, so that the host waits for nothing."""
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return source
+    staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
+    return staged.to(device, non_blocking=True)
 
 
 class AttentionBackend(ABC):

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engine.attention import to_device
 from engine.models.decoder import DecoderModel
 from engine.models.layers import PackedLinear
 
@@ -71,7 +72,9 @@ def load_adapter(path: str | Path, model: DecoderModel, name: str | None = None)
     except Exception as error:  # safetensors has an exception class of its own
         raise ValueError(f"adapter {name!r}: {weights_file.name} can't be read: {error}") from None
     with open(weights_file, "rb") as content:
-        digest = hashlib.file_digest(content, "blake2b").hexdigest()[:16]
+        weights_digest = hashlib.file_digest(content, "blake2b").digest()
+    meaning = json.dumps(config, sort_keys=True).encode()  # scales are there
+    digest = hashlib.blake2b(weights_digest + meaning).hexdigest()[:16]
     nbytes = sum(tensor.nbytes for pair in weights.values() for tensor in pair)
     return Adapter(name, str(path), f"{name}:{digest}", weights, nbytes)
 
@@ -293,6 +296,6 @@ class AdapterSet:
         """Say which runs of the next batch, of counts [R] tokens, want which adapter."""
         of_token = np.repeat(np.arange(len(counts)), counts)
         self.batch.groups = [
-            (adapter, torch.from_numpy(np.flatnonzero(np.isin(of_token, each))).to(self.model.device))
+            (adapter, to_device(np.flatnonzero(np.isin(of_token, each)), self.model.device))
             for adapter, each in runs.items()
         ]

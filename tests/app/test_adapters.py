@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,34 @@ async def test_a_load_that_fails_leaves_what_is_served(server: Server, adapters:
     server.engines.kill("r1")
     assert (await server.change("load", body))[0] == 503
     assert await server.text("poet") == poet
+
+
+async def test_a_client_that_leaves_during_a_load_harms_nobody(server: Server, adapters: dict[str, Path]) -> None:
+    engine, load = server.engine("r1"), server.engine("r1").load_adapter
+
+    def slowly(*args: Any) -> str:
+        time.sleep(0.3)
+        return load(*args)
+
+    await server.change("load", {"lora_name": "poet", "lora_path": str(adapters["poet"])})
+    poet = await server.text("poet")
+    server.engines.kill("r2")
+    engine.unload_adapter("poet")
+    engine.load_adapter = slowly  # type: ignore[method-assign]
+    leaver = asyncio.create_task(server.text("poet"))
+    await asyncio.sleep(0.1)
+    leaver.cancel()
+    assert await server.text("poet") == poet
+
+
+async def test_what_runs_with_an_adapter_outlives_its_name(server: Server, adapters: dict[str, Path]) -> None:
+    await server.change("load", {"lora_name": "poet", "lora_path": str(adapters["poet"])})
+    whole = await server.text("poet", max_tokens=200)
+    running = [asyncio.create_task(server.text("poet", max_tokens=200)) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    await server.change("unload", {"lora_name": "poet"})
+    server.engines.kill("r1")
+    assert await asyncio.gather(*running) == [whole] * 4
 
 
 async def test_a_new_replica_reads_it_when_it_is_asked(server: Server, adapters: dict[str, Path]) -> None:

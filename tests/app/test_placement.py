@@ -11,7 +11,7 @@ import pytest
 
 import app.placement
 from app.placement import NEIGHBOUR_TOKENS, Placement, PrefixView
-from app.replica import EngineReplica, Pump, load_model
+from app.replica import CacheChanges, EngineReplica, Pump, load_model
 from app.router import Router
 from app.settings import ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
@@ -222,3 +222,15 @@ async def test_conversations_are_computed_once(monkeypatch: pytest.MonkeyPatch) 
         for router in routers:
             await router.close()
         engines.close()
+
+
+def test_what_a_replica_has_lost_is_not_expected_there() -> None:
+    def pages(*digests: int) -> np.ndarray:
+        return np.array(digests, dtype=np.int64)
+
+    view = PrefixView()
+    view.expect([1, 2, 3])
+    assert view.overlap([1, 2, 3, 4]) == 3
+    view.update(CacheChanges(pages(1, 2, 3), pages(), False))
+    view.update(CacheChanges(pages(), pages(2, 3), False))
+    assert view.overlap([1, 2, 3, 4]) == 1

@@ -13,6 +13,7 @@ import pytest
 
 from app.ingress import build_asgi_app
 from app.metrics import render
+from app.placement import ReplicaGone
 from app.replica import EngineReplica, load_model
 from app.router import GenerationError, Overloaded, Router, TextGeneration, Unavailable
 from app.settings import ServingConfig
@@ -433,6 +434,64 @@ async def test_a_request_that_kills_replicas_ends_with_one_error(router: Router,
     assert killed == 5
     assert [line for line in events if '"error"' in line] == events[-1:]
     assert "5 attempts were lost with their replicas" in events[-1]
+
+
+async def test_losses_far_apart_are_not_in_a_row(
+    router: Router, engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.router.PROGRESS", 20)
+    engines.add("0", FakeEngine(step_time=0.005))
+    wanted = request(max_new_tokens=240)
+    generation = await router.open(wanted)
+    for i in range(1, 7):
+        had = len(generation._received)
+        await wait_until(lambda: len(generation._received) >= had + 22)  # noqa: B023
+        engines.add(str(i), FakeEngine(step_time=0.005))
+        await wait_until(lambda: str(i) in router._links and router._links[str(i)].is_usable)  # noqa: B023
+        engines.kill(str(i - 1))
+    assert (await generation.collect()).token_ids == expected_tokens(wanted)
+    assert failovers(router) == 6
+
+
+async def test_streams_that_move_wait_for_room(router: Router, engines: LocalEngines) -> None:
+    """What was let in is not sent away later, however full the others are."""
+    for name in ("a", "b"):
+        engines.add(name, FakeEngine(step_time=0.01, limit=6))
+    await wait_until(lambda: sum(link.is_usable for link in router._links.values()) == 2)
+    wanted = [request(max_new_tokens=60, seed=i) for i in range(10)]
+    generations = [await router.open(each) for each in wanted]
+    assert {generation._at[0] for generation in generations if generation._at} == {"a", "b"}
+    engines.kill("b")
+    results = await asyncio.gather(*(generation.collect() for generation in generations))
+    assert [result.token_ids for result in results] == [expected_tokens(each) for each in wanted]
+
+
+@pytest.mark.parametrize("leaves", (True, False))
+async def test_a_stop_string_where_nobody_can_be_asked(
+    leaves: bool, router: Router, engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica is on its way out, where Serve reaches it no more, or has died with the stop among unread tokens."""
+    engine = engines.add("a", FakeEngine(step_time=0.005))
+    wanted = request(max_new_tokens=240)
+    whole = TOKENIZER.decode(expected_tokens(wanted))
+    call = engines.call
+
+    async def pinned(replica_id: str, method: str, *args: Any) -> Any:
+        if leaves and method == "abort":
+            raise ReplicaGone(replica_id)
+        return await call(replica_id, method, *args)
+
+    monkeypatch.setattr(engines, "call", pinned)
+    generation = await router.open(wanted.model_copy(update={"stop": [whole[30:34]]}))
+    if not leaves:
+        await wait_until(lambda: len(generation._received) > 60)
+        engines.kill("a")
+        await asyncio.sleep(0.1)
+    assert await read(generation) == whole[: whole.index(whole[30:34])]
+    assert generation.result.finish_reason is FinishReason.STOP
+    if leaves:
+        await wait_until(lambda: not engine.rows)
+        assert len(generation._received) < 200
 
 
 async def test_sessions_stay_on_their_replica(router: Router, engines: LocalEngines) -> None:

@@ -14,6 +14,7 @@ from engine.batch_engine import ContinuousBatchingEngine
 from engine.models import layers
 from engine.runner import graph_sizes
 from engine.schemas import GenerationRequest
+from engine.speculation import MAX_GAMMA
 from tests.engine.oracle import Reference, tiny_model
 
 
@@ -64,8 +65,9 @@ def requests(**params: Any) -> list[GenerationRequest]:
 
 
 def test_sizes() -> None:
-    assert graph_sizes(1) == [1, 2, 3, 4, 6, 8]
-    assert graph_sizes(3)[-1] == 24
+    assert graph_sizes(1) == [1, 2, 3, 4, 6, 8, 12]
+    assert graph_sizes(3)[-1] == 32
+    assert graph_sizes(1)[-2] < 1 + MAX_GAMMA <= graph_sizes(1)[-1]
     assert graph_sizes(256)[-1] == graph_sizes(64)[-1] == 512
     for sizes in map(graph_sizes, range(1, 300)):
         assert all(a < b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))

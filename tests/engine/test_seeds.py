@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from engine.batch_engine import ContinuousBatchingEngine, StepStats
+from engine.generation import batch_generate_requests
 from engine.kv_cache import KVCache, reset_all_caches
 from engine.models.decoder import DecoderModel, create_decoder_kv_caches
 from engine.schemas import FinishReason, GenerationRequest, QueueFull
 from engine.tokenization import SimpleCharacterTokenizer
+from tests.engine.oracle import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +177,7 @@ def test_lock_is_free_during_the_forward(model, tokenizer) -> None:
 
 
 def test_what_add_request_refuses(model, tokenizer) -> None:
-    engine = make_engine(model, tokenizer, num_pages=2, page_size=16, max_queued_requests=1)
+    engine = make_engine(model, tokenizer, num_pages=2, page_size=16, max_queued_requests=0)
     for request, message in (
         (GenerationRequest(prompt="a" * 100, max_new_tokens=100), "more than the context of 128"),
         (GenerationRequest(prompt="a" * 30, max_new_tokens=10), "can never fit.*need 3 pages of 16, the pool has 2"),
@@ -183,8 +187,9 @@ def test_what_add_request_refuses(model, tokenizer) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine.add_request(request)
-    engine.add_request(GenerationRequest(request_id="a", prompt="a", max_new_tokens=1))
-    with pytest.raises(QueueFull, match="the bound is 1"):
+    for i in range(engine.max_batch_size):
+        engine.add_request(GenerationRequest(request_id=f"a{i}", prompt="a", max_new_tokens=1))
+    with pytest.raises(QueueFull, match="the bound is 0"):
         engine.add_request(GenerationRequest(request_id="b", prompt="a", max_new_tokens=1))
     engine.step()
     assert not engine.abort("unknown")
@@ -241,3 +246,46 @@ def test_unload_model(model, tokenizer) -> None:
     for call in (engine.step, lambda: engine.add_request(GenerationRequest(prompt="a"))):
         with pytest.raises(ValueError, match="unloaded"):
             call()
+
+
+def test_the_bound_is_of_those_that_have_no_row() -> None:
+    engine = ContinuousBatchingEngine(tiny_model(), None, max_batch_size=4, max_queued_requests=1)
+    requests = [GenerationRequest(prompt_ids=[5, i], max_new_tokens=2) for i in range(6)]
+    for request in requests[:5]:
+        engine.add_request(request)
+    with pytest.raises(QueueFull, match="the bound is 1"):
+        engine.add_request(requests[5])
+    none = ContinuousBatchingEngine(tiny_model(), None, max_batch_size=1, max_queued_requests=0)
+    none.add_request(requests[0])
+    with pytest.raises(QueueFull, match="the bound is 0"):
+        none.add_request(requests[1])
+
+
+def test_a_hit_counts_prompt_tokens_alone() -> None:
+    engine = ContinuousBatchingEngine(tiny_model(), None, max_batch_size=1, page_size=4)
+    whole = GenerationRequest(prompt_ids=[5, 6, 7, 8, 9], max_new_tokens=20, seed=1)
+    (first,) = batch_generate_requests(engine, [whole])
+    again = whole.model_copy(update={"output_ids": first.token_ids[:12], "request_id": "again"})
+    (second,) = batch_generate_requests(engine, [again])
+    assert second.token_ids == first.token_ids
+    assert (second.prompt_tokens, second.cached_tokens, engine.stats().cached_tokens) == (5, 5, 5)
+
+
+def test_a_step_that_fails_before_its_copies_leaves_no_page_that_lies() -> None:
+    model = tiny_model()
+    start = [5, 9, 13, 2, 7, 11, 30, 22, 41, 3, 6]
+
+    def ask(engine: ContinuousBatchingEngine, last: int) -> Any:
+        (result,) = batch_generate_requests(
+            engine, [GenerationRequest(prompt_ids=[*start, last], max_new_tokens=8, temperature=0)]
+        )
+        return result
+
+    engine = ContinuousBatchingEngine(model, None, max_batch_size=2, page_size=16, depth=0)
+    ask(engine, 40)
+    runner = engine._runner
+    assert runner is not None
+    with mock.patch.object(runner, "launch", side_effect=RuntimeError("out of memory")):
+        assert ask(engine, 8).finish_reason is FinishReason.ERROR
+    plain = ContinuousBatchingEngine(model, None, max_batch_size=2, page_size=16, depth=0, enable_prefix_cache=False)
+    assert ask(engine, 9).token_ids == ask(plain, 9).token_ids

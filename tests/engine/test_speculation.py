@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine.batch_engine import ContinuousBatchingEngine
+from engine.generation import batch_generate_requests
 from engine.models.decoder import DecoderModel
 from engine.models.loader import load_model
 from engine.scheduler import StepPlan
 from engine.schemas import GenerationRequest
 from engine.sequence import SequenceTable
-from engine.speculation import NO_TOKEN, NgramProposer, Speculator, accept
+from engine.speculation import NO_TOKEN, DraftModelProposer, NgramProposer, Speculator, accept
 from engine.tokenization import SimpleCharacterTokenizer, load_tokenizer
+from tests.engine.oracle import tiny_model
 
 CONTEXT = 128
 
@@ -247,3 +250,40 @@ def test_ngram_on_the_real_model_drafts_what_it_copies(smollm2: Path) -> None:
         answers.append((engine.result(request_id).token_ids, engine.stats().steps))
     assert answers[0][0] == answers[1][0]
     assert answers[1][1] < 0.8 * answers[0][1]
+
+
+def test_a_local_draft_rereads_what_it_drafted_before_plain_steps() -> None:
+    """Positions of rejected drafts are not read text, however many tokens have come since."""
+    draft = tiny_model(3, max_seq_len=128)
+    options: dict[str, Any] = {"speculation": "draft", "draft_model": draft, "gamma": 6, "depth": 0}
+    engine = ContinuousBatchingEngine(tiny_model(max_seq_len=128), None, max_batch_size=2, page_size=16, **options)
+    engine.add_request(GenerationRequest(prompt_ids=[5, 9, 13, 2, 7, 11], max_new_tokens=60, temperature=0))
+    for _ in range(5):
+        engine.step()
+    speculator = engine._speculator
+    assert speculator is not None and isinstance(speculator.proposer, DraftModelProposer)
+    speculator.lengths = lambda rows: np.zeros_like(rows)  # type: ignore[method-assign]
+    for _ in range(3):
+        engine.step()
+    rows, gammas, worth = np.array([0]), np.array([6]), np.zeros(1)
+    proposed = speculator.proposer.propose(rows, gammas, worth)
+    speculator.proposer.drafter.rewind(rows, np.array([0]))
+    assert (speculator.proposer.propose(rows, gammas, worth) == proposed).all()
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_a_proposer_that_fails_costs_nothing_but_its_proposals(depth: int) -> None:
+    prompts = [[5, 9, 13, 2, 7, 11, 30, 22, 41, 3, 6, last] for last in (40, 8, 9, 8)]
+    model, options = tiny_model(), {"max_batch_size": 2, "page_size": 16, "depth": depth}
+
+    def texts(**more: Any) -> list[list[int]]:
+        engine = ContinuousBatchingEngine(model, None, **options, **more)
+        if engine._speculator is not None:
+            engine._speculator.proposer.propose = fail  # type: ignore[method-assign]
+        requests = [GenerationRequest(prompt_ids=ids, max_new_tokens=12, temperature=0) for ids in prompts]
+        return [result.token_ids for result in batch_generate_requests(engine, requests)]
+
+    def fail(*args: Any) -> np.ndarray:
+        raise RuntimeError("out of memory")
+
+    assert texts(speculation="ngram", gamma=3) == texts()
