@@ -221,6 +221,8 @@ def correctness(args: argparse.Namespace, device: Any) -> bool:
     shapes = [(9, 3, 64), (32, 8, 64), (32, 8, 128), (16, 1, 256), (4, 4, 80)]
     for heads, kv_heads, dim in shapes[:1] if args.dry_run else shapes:
         for dtype, most in dtypes.items():
+            if dtype == torch.float16 and dim != 128:
+                continue  # each kernel takes a second to compile
             for window, page_size in ((None, 64), (100, 16)):
                 name = f"attention {dtype} {heads}/{kv_heads} heads of {dim}, window {window}, pages of {page_size}"
                 check(name, attention(dtype, heads, kv_heads, dim, window, page_size), most)

@@ -34,6 +34,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
 from engine.speculation import (
+    CATCH_UP,
     MAX_GAMMA,
     NO_TOKEN,
     DraftChannel,
@@ -227,7 +228,12 @@ class ContinuousBatchingEngine:
         draft_model = draft_model.to(device=self.device, dtype=self.pool.kv.dtype).eval()
         if (size := draft_model.target_hidden_size) not in (0, self.hidden_size):
             raise ValueError(f"the draft reads hidden states of {size}, not the target's of {self.hidden_size}")
-        drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary)
+        pages = None
+        if self.device.type == "cuda":  # of the memory that the target's pool has left
+            size = draft_model.attention.default_page_size
+            sizes = {"max_seq_len": self.max_seq_len, "max_batch_size": self.max_batch_size}
+            pages = fitting_pages(draft_model, size, **sizes, max_batched_tokens=CATCH_UP, memory_fraction=0.8)
+        drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary, num_pages=pages)
         return Speculator(DraftModelProposer(drafter), self.table, gamma)
 
     def _make_adapters(self, model: CausalLM, limit: int) -> AdapterSet | None:
