@@ -104,15 +104,18 @@ class ModelRunner:
         self.graphs: list[_Graph] = []  # of so many tokens:
         self._sizes: list[int] = []
         if self.device.type == "cuda" and model.attention.takes_token_pages:
-            try:
-                self.capture(cuda_graphs())
-            except Exception:  # a user's model may do what a graph can't hold; ranks must agree
-                if getattr(model, "ranks", None) is not None:
-                    raise
-                logger.exception("no CUDA graphs: the host launches every kernel of a forward")
-                self.graphs, self._sizes = [], []
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            self.capture_or_go_without()
+
+    def capture_or_go_without(self) -> None:
+        """A user's model may do what a graph can't hold. Ranks must agree: there it is an error."""
+        try:
+            self.capture(cuda_graphs())
+        except Exception:
+            if getattr(self.model, "ranks", None) is not None:
+                raise
+            logger.exception("no CUDA graphs: the host launches every kernel of a forward")
+            self.graphs, self._sizes = [], []
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:

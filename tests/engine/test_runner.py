@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from engine import runner, sampling
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.models import layers
 from engine.runner import graph_sizes
+from engine.scheduler import StepPlan
 from engine.schemas import GenerationRequest
 from engine.speculation import MAX_GAMMA
 from tests.engine.oracle import Reference, tiny_model
@@ -174,3 +176,38 @@ def test_plain_choices_are_in_a_graph(options: dict[str, Any]) -> None:
 )
 def test_other_choices_are_not(params: dict[str, Any]) -> None:
     assert run(requests(**params)).choices == 0
+
+
+def test_a_long_text_is_read_by_tiles() -> None:
+    """A token of a graph reads all its keys by itself."""
+    engine = engine_of()
+    assert engine._runner is not None
+    engine._runner.graphs = [runner._Graph(torch.zeros(3, 512), torch.zeros(512, 1), lambda: None)]
+    engine._runner._sizes = [512]
+
+    def in_a_graph(start: int, count: int, drafts: int = 0) -> bool:
+        starts, counts = np.array([start, 5]), np.array([count, 1])
+        none, flags = np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool)
+        plan = StepPlan(none, none, starts, counts, flags, starts + counts, np.array([drafts, 0]))
+        assert engine._runner is not None
+        return engine._runner._graph(plan, int(counts.sum())) is not None
+
+    assert in_a_graph(0, 300) and in_a_graph(50_000, 1) and in_a_graph(50_000, 9, 8)
+    assert not in_a_graph(50_000, 300)
+
+
+def test_a_capture_that_fails_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(run: Callable[[], torch.Tensor]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(runner, "cuda_graphs", lambda: fails)
+    engine = engine_of()
+    loop = engine._runner
+    assert loop is not None
+    loop.capture_or_go_without()
+    assert not loop.graphs and not loop._sizes and "no CUDA graphs" in caplog.text
+    loop.model.ranks = object()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        loop.capture_or_go_without()
