@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,17 @@ def test_files_that_are_not_there(base: Path, adapters: dict[str, Path], tmp_pat
     (folder / "adapter_model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(ValueError, match="adapter_model.safetensors can't be read"):
         load_adapter(folder, model)
+
+
+def test_another_scale_is_another_adapter(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """Keys and values computed under the old one are not its own."""
+    model = load_model(base)
+    assert isinstance(model, DecoderModel)
+    name, folder = next(iter(adapters.items()))
+    shutil.copytree(folder, tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    key = load_adapter(tmp_path / "a", model, name).key
+    assert key == load_adapter(folder, model, name).key
+    file.write_text(json.dumps(config | {"lora_alpha": config["lora_alpha"] * 2}))
+    assert key != load_adapter(tmp_path / "a", model, name).key
