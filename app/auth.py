@@ -24,7 +24,10 @@ PRIORITY = "pilotfish.priority"
 _ROUTES_PATH = "/-/routes"  # where Serve tells anybody the names of its applications
 _RENAMED = {DEADLINE_HEADER: INNER_DEADLINE_HEADER, SESSION_HEADER: INNER_SESSION_HEADER}
 # Headers that Ray Serve itself obeys (and decodes unchecked), however spelt; a client has no say in them.
-_SERVE_HEADERS = frozenset({b"x_request_disconnect_disabled", b"serve_multiplexed_model_id", b"x_session_id"})
+_SERVE_HEADERS = frozenset(
+    name.replace(b"-", b"_")
+    for name in (b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", SESSION_HEADER)
+)
 
 
 def serve_middlewares() -> list[Middleware]:

@@ -38,7 +38,7 @@ def main() -> None:
 def on_loopback(config: str) -> str:
     """The configuration with the listeners of `frontend prometheus` and `listen stats` on 127.0.0.1."""
     pattern = r"^((?:frontend prometheus|listen stats)\n\s*bind )(?:\*|127\.0\.0\.1)?:(\d+)$"
-    return _changed(config, pattern, r"\g<1>127.0.0.1:\g<2>", "its statistics would be open to all", least=2)
+    return _changed(config, pattern, r"\g<1>127.0.0.1:\g<2>", "its statistics would be open to all", exactly=2)
 
 
 def without_routes(config: str) -> str:
@@ -55,9 +55,9 @@ def with_deadline(config: str) -> str:
     return _changed(config, r"^( *)(timeout client .*)$", new, "slow clients could use it up", most=1)
 
 
-def _changed(config: str, pattern: str, new: str, else_: str, least: int = 1, most: int = 0) -> str:
+def _changed(config: str, pattern: str, new: str, else_: str, most: int = 0, exactly: int | None = None) -> str:
     text, count = re.subn(pattern, new, config, count=most, flags=re.MULTILINE)
-    if count < least:
+    if count == 0 or exactly not in (None, count):
         sys.exit(f"pilotfish-haproxy: this Ray's HAProxy configuration isn't known: {else_}")
     return text
 

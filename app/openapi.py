@@ -49,7 +49,7 @@ OPERATIONS = (
     Operation("/v1/models", "The models' names", a.ModelList),
     Operation("/v1/models/{model_id}", "One model", a.ModelCard, errors=(404,)),
     Operation("/v1/load_lora_adapter", "Serve an adapter", a.ModelCard, LoadAdapterBody, (403, *_BODY, 503)),
-    Operation("/v1/unload_lora_adapter", "Drop an adapter", a.Deleted, UnloadAdapterBody, (403, 404, *_BODY)),
+    Operation("/v1/unload_lora_adapter", "Drop an adapter", a.Deleted, UnloadAdapterBody, (403, 404, *_BODY, 503)),
     Operation("/generate", "Continue a text", a.Generated, GenerateBody, (*_GENERATES, 422), True),
     Operation("/batch_generate", "Continue texts", a.GeneratedBatch, BatchGenerateBody, (*_GENERATES, 422)),
     Operation("/tokenize", "A text or a chat as token ids", a.Tokens, TokenizeBody, (*_BODY, 422)),

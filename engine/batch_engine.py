@@ -30,12 +30,11 @@ from engine.models.lora import Adapter, AdapterSet
 from engine.parallel import LeadingRunner, Ranks, Setup
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import INVALID, Sampled, Sampler, SamplingTable, Vocabulary, draw_seed
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import MAX_GAMMA, Scheduler, StepPlan
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, StepTokens, TokenLogprobs
 from engine.sequence import Sequence, SequenceTable, Status
 from engine.speculation import (
     CATCH_UP,
-    MAX_GAMMA,
     NO_TOKEN,
     DraftChannel,
     Drafter,
@@ -230,9 +229,9 @@ class ContinuousBatchingEngine:
             raise ValueError(f"the draft reads hidden states of {size}, not the target's of {self.hidden_size}")
         pages = None
         if self.device.type == "cuda":  # of the memory that the target's pool has left
-            size = draft_model.attention.default_page_size
+            page_size = draft_model.attention.default_page_size
             sizes = {"max_seq_len": self.max_seq_len, "max_batch_size": self.max_batch_size}
-            pages = fitting_pages(draft_model, size, **sizes, max_batched_tokens=CATCH_UP, memory_fraction=0.8)
+            pages = fitting_pages(draft_model, page_size, **sizes, max_batched_tokens=CATCH_UP, memory_fraction=0.8)
         drafter = Drafter(draft_model, self.table, self.sampling, self.vocabulary, num_pages=pages)
         return Speculator(DraftModelProposer(drafter), self.table, gamma)
 

@@ -39,9 +39,10 @@ from engine.models.decoder import CausalLM, DecoderConfig, DecoderModel
 from engine.models.loader import load_model, resolve_model
 from engine.models.publisher import save_pretrained
 from engine.sampling import Sampler, SamplingTable, Vocabulary
+from engine.scheduler import MAX_GAMMA
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, SamplingParams
 from engine.sequence import SequenceTable
-from engine.speculation import MAX_GAMMA, Drafter
+from engine.speculation import Drafter
 from engine.tokenization import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 TOP = 16  # candidates of the target that are learned at a place

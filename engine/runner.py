@@ -21,7 +21,7 @@ from engine.kv_cache import KVSlotPool
 from engine.models.decoder import CausalLM
 from engine.models.lora import Adapter, AdapterSet
 from engine.sampling import Sampled, Sampler
-from engine.scheduler import StepPlan
+from engine.scheduler import MAX_GAMMA, StepPlan
 from engine.sequence import SequenceTable
 from engine.structured import fill_masks
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 256  # prompt positions whose logits exist at a time
 _SHORT, _READ_ALONE = 16, 1 << 20  # tokens of a run that may; keys, over all tokens of a step, that they may read so
-_VERIFIED = 9  # tokens of a sequence, at most: a known one and speculation.MAX_GAMMA drafts
 _LARGEST_GRAPH = 512  # tokens; more keep the device busy for longer than the host needs to launch them
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
@@ -74,7 +73,7 @@ def cuda_graphs() -> Capture:
 
 def graph_sizes(rows: int) -> list[int]:
     """Powers of two and their halfway points, up to a token and the most drafts for each of `rows` sequences."""
-    largest = min(_VERIFIED * rows, _LARGEST_GRAPH)
+    largest = min((1 + MAX_GAMMA) * rows, _LARGEST_GRAPH)
     steps = sorted({size for k in range(10) for size in (1 << k, 3 << k)})
     return steps[: bisect_left(steps, largest) + 1]
 

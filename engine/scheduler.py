@@ -22,6 +22,7 @@ from engine.kv_cache import KVSlotPool
 from engine.schemas import QueueFull
 from engine.sequence import Sequence, SequenceTable, Status
 
+MAX_GAMMA = 8  # drafted tokens of a sequence in a step, at most
 DraftLengths = Callable[[np.ndarray], np.ndarray]  # rows -> tokens to draft for each
 
 

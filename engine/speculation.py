@@ -21,7 +21,7 @@ from engine.kv_cache import KVSlotPool
 from engine.models.decoder import CausalLM
 from engine.runner import ModelRunner
 from engine.sampling import Sampler, SamplingTable, Vocabulary
-from engine.scheduler import StepPlan
+from engine.scheduler import MAX_GAMMA, StepPlan
 from engine.schemas import DraftAnswer, DraftMessage, DraftSequence
 from engine.sequence import SequenceTable
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
 CATCH_UP = 512  # prompt tokens that a draft model reads in a forward
-MAX_GAMMA = 8
 _HOPE = 0.7  # acceptance that is expected of an unknown draft
 _TRIAL = 16  # of so many sequences, one starts with that hope
 _PROBE = 4  # tokens of a remote draft's trial
@@ -172,9 +171,7 @@ class DraftModelProposer:
         gone = np.flatnonzero((self._uid >= 0) & (self._uid != table.uid))
         drafter.forget(gone)
         self._uid[gone] = -1
-        lengths = table.known[rows]
-        self._base[rows] = np.where(self._uid[rows] == table.uid[rows], self._base[rows], lengths)
-        self._uid[rows] = table.uid[rows]
+        lengths, self._uid[rows] = table.known[rows], table.uid[rows]
         # what was drafted is not what the sequence says; the last known token is read anew, for what follows it
         drafter.rewind(rows, np.minimum(lengths - 1, self._base[rows]))
         self._base[rows] = lengths

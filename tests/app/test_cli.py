@@ -131,6 +131,8 @@ def test_haproxys_statistics_are_kept_on_loopback() -> None:
     assert on_loopback(safe) == safe  # at a reload without a change
     with pytest.raises(SystemExit):
         on_loopback("frontend http\n    bind *:80\n")
+    with pytest.raises(SystemExit):
+        on_loopback(template + "\nlisten stats\n    bind *:8405\n")
 
 
 def test_haproxy_tells_no_routes_and_waits_for_nobody() -> None:

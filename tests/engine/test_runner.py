@@ -14,9 +14,8 @@ from engine import runner, sampling
 from engine.batch_engine import ContinuousBatchingEngine
 from engine.models import layers
 from engine.runner import graph_sizes
-from engine.scheduler import StepPlan
+from engine.scheduler import MAX_GAMMA, StepPlan
 from engine.schemas import GenerationRequest
-from engine.speculation import MAX_GAMMA
 from tests.engine.oracle import Reference, tiny_model
 
 
