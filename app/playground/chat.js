@@ -54,6 +54,11 @@ async function* events(response) {
   }
 }
 
+async function listModels(options) {
+  const { data } = await (await call("v1/models", options)).json();
+  settings.model.replaceChildren(...data.map(({ id }) => make("option", { value: id, textContent: id })));
+}
+
 function body(messages) {
   const asked = { model: settings.model.value, messages, stream: true, stream_options: { include_usage: true } };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) {
@@ -156,7 +161,9 @@ async function send(prompt) {
   $("status").textContent = "The model answers.";
   let error = "";
   try {
-    const options = { method: "POST", body: body(messages), signal: running.signal };
+    const { signal } = running;
+    if (!settings.model.value) await listModels({ signal });  // asked before the page had them
+    const options = { method: "POST", body: body(messages), signal };
     for await (const event of events(await call("v1/chat/completions", options))) {
       answer.take(event);
       follow();
@@ -187,10 +194,9 @@ async function send(prompt) {
 
 async function start() {
   $("error").textContent = "";
+  $("prompt").focus();
   try {
-    const { data } = await (await call("v1/models")).json();
-    settings.model.replaceChildren(...data.map(({ id }) => make("option", { value: id, textContent: id })));
-    $("prompt").focus();
+    await listModels();
   } catch (error) {
     $("error").textContent = error.message;
   }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from app.playground import pages
 from app.replica import TAG_BITS, _join_origins, _split
@@ -22,6 +23,7 @@ from tests.app.dummy import Service, dummy_service
 from tests.app.edge import ANSWER, ScriptedRouter, events, http
 from tests.app.test_ingress import served
 
+expect.set_options(timeout=20_000)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser_test = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 PATHS = ("/", "/live")
@@ -145,8 +147,17 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 def expect_status(page: Any, *statuses: int) -> None:
     """Chromium itself complains of each response with one of these; nothing else may have been said."""
+    await_that(page, lambda: len(page.complaints) >= len(statuses))
     assert [int(text.rpartition("status of ")[2][:3]) for text in page.complaints] == list(statuses)
     page.complaints.clear()
+
+
+def await_that(page: Page, happens: Callable[[], bool], seconds: int = 20) -> None:
+    """Unlike `time.sleep`, lets Playwright hear of what happens in the tab."""
+    deadline = time.monotonic() + seconds
+    while not happens() and time.monotonic() < deadline:
+        page.wait_for_timeout(20)
+    assert happens()
 
 
 def answers(page: Page) -> list[str]:
@@ -223,8 +234,24 @@ def test_stop(page: Page, how: str) -> None:
             page.keyboard.press(how)
         expect(page.locator("article .facts")).to_contain_text("stopped")
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
-        page.wait_for_timeout(200)
-        assert router.aborted == 1 and answers(page) == [ANSWER[:11]]
+        await_that(page, lambda: router.aborted == 1)
+        assert answers(page) == [ANSWER[:11]]
+
+
+@browser_test
+def test_who_is_faster_than_the_list_of_models_loses_nothing(page: Page) -> None:
+    held: list[Route] = []
+    with served(ScriptedRouter()) as url:
+        page.route("**/v1/models", lambda route: held.append(route))
+        page.goto(url)
+        expect(page.get_by_label("Message")).to_be_focused()
+        ask(page, "x")
+        page.get_by_label("System prompt").focus()
+        await_that(page, lambda: len(held) == 2)  # the page's own, and the message's
+        for route in held:
+            route.continue_()
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+        expect(page.get_by_label("System prompt")).to_be_focused()
 
 
 @browser_test
