@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -251,6 +252,18 @@ class ExchangeMiddleware:
         )
 
 
+def _once_described(handler: Callable[[Ingress, Call], Awaitable[None]]) -> Callable[[Ingress, Call], Awaitable[None]]:
+    """A handler whose answer depends on what the replicas say of the model."""
+
+    @functools.wraps(handler)
+    async def waiting(ingress: Ingress, call: Call) -> None:
+        with _failures():
+            await ingress.router.described()
+        await handler(ingress, call)
+
+    return waiting
+
+
 class Ingress:
     """The handlers, one a route."""
 
@@ -261,6 +274,7 @@ class Ingress:
 
     # --- OpenAI's routes
 
+    @_once_described
     async def chat_completions(self, call: Call) -> None:
         body = parse(ChatCompletionRequest, await self._json(call), 400)
         model = self._model(body.model)
@@ -276,6 +290,7 @@ class Ingress:
         renderer = ChatRenderer(form, body, tokenizer, _head(answer_id, model), len(ids))
         await self._run(call, requests, renderer, body.stream)
 
+    @_once_described
     async def completions(self, call: Call) -> None:
         body = parse(CompletionRequest, await self._json(call), 400)
         model = self._model(body.model)
@@ -300,14 +315,17 @@ class Ingress:
         renderer = CompletionRenderer(body, tokenizer, _head(answer_id, model), requests, texts)
         await self._run(call, requests, renderer, body.stream)
 
+    @_once_described
     async def models(self, call: Call) -> None:
         cards = [model_card(name, self._created, self.router.max_model_len) for name in self.router.model_names]
         await send_json(call.send, {"object": "list", "data": cards})
 
+    @_once_described
     async def model(self, call: Call) -> None:
         name = self._model(call.scope["path_params"]["model_id"])
         await send_json(call.send, model_card(name, self._created, self.router.max_model_len))
 
+    @_once_described
     async def load_adapter(self, call: Call) -> None:
         """The route and the body are vLLM's."""
         body = parse(LoadAdapterBody, await self._json(call), 400)
@@ -320,6 +338,7 @@ class Ingress:
             raise ApiError(503, str(error)) from None
         await send_json(call.send, model_card(body.lora_name, self._created, self.router.max_model_len))
 
+    @_once_described
     async def unload_adapter(self, call: Call) -> None:
         body = parse(UnloadAdapterBody, await self._json(call), 400)
         self._operators_only(call)
@@ -333,11 +352,13 @@ class Ingress:
 
     # --- native routes
 
+    @_once_described
     async def generate(self, call: Call) -> None:
         body = parse(GenerateBody, await self._json(call), 422)
         request = await self._native_request(call, body, body.prompt, body.request_id or call.exchange.request_id)
         await self._run(call, [request], GenerateRenderer(request), body.stream)
 
+    @_once_described
     async def batch_generate(self, call: Call) -> None:
         body = parse(BatchGenerateBody, await self._json(call), 422)
         batch_id = call.exchange.request_id
@@ -346,6 +367,7 @@ class Ingress:
         ]
         await self._run(call, requests, BatchRenderer(requests), False)
 
+    @_once_described
     async def tokenize(self, call: Call) -> None:
         body = parse(TokenizeBody, await self._json(call), 422)
         if body.messages is not None:
@@ -421,8 +443,6 @@ class Ingress:
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int | None, param: str) -> int:
         """max_new_tokens: what is wanted, else the default, or as much of it as the context has room for."""
-        if not self.router.max_model_len:
-            raise ApiError(503, "no replica is ready yet")
         room = self.router.max_model_len - prompt_tokens
         if room < 1 or (wanted is not None and wanted > room):
             asked = f" and {param} is {wanted}" if wanted is not None else ""

@@ -403,7 +403,7 @@ class Router:
 
     @property
     def model_names(self) -> list[str]:
-        return [*self.config.model_names(), *self.adapters]
+        return [*self.config.model_names(), *sorted(self.adapters)]
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a PEFT folder as a model of this name. ValueError: it can't be."""
@@ -440,6 +440,10 @@ class Router:
         else:
             self.adapters[name] = place
 
+    async def own_adapters(self) -> dict[str, tuple[str, str]]:
+        """For a Router that starts later: a replica may have been started later too, or have made room for others."""
+        return self.adapters
+
     @property
     def ready(self) -> bool:
         """Whether a request would find a replica now."""
@@ -453,7 +457,7 @@ class Router:
 
         ValueError: it can never be served. Overloaded: try later. Unavailable: nothing is running. GenerationError.
         """
-        await self._wait_described()
+        await self.described()
         length = len(request.prompt_ids or [])
         if length + request.max_new_tokens > self.max_model_len:
             raise ValueError(
@@ -475,7 +479,8 @@ class Router:
             raise
         return generation
 
-    async def _wait_described(self) -> None:
+    async def described(self) -> None:
+        """Returns when a replica has said what it serves: lengths, sampling defaults, adapters. Unavailable: none."""
         try:
             async with asyncio.timeout(self.config.heartbeat_timeout):
                 while not self.description:
@@ -571,11 +576,19 @@ class Router:
                 self.sampling_defaults = description.get("sampling_defaults", {})
                 self._placement = Placement(description["page_size"], self._batch_size, self.adapters)
                 self.adapters |= description["adapters"]
+                for adapters in await self._others_adapters():
+                    self.adapters |= adapters
                 self.description = description
                 self.usable.set()
             except Exception:
                 logger.exception("no replica could be asked what it runs; asking again")
                 await asyncio.sleep(1.0)
+
+    async def _others_adapters(self) -> list[dict[str, tuple[str, str]]]:
+        try:
+            return await self.engines.broadcast("own_adapters", timeout=2)
+        except Exception:  # there is no other, or one doesn't answer
+            return []
 
     def _set_replicas(self, replicas: Mapping[str, bool]) -> None:
         for replica_id in self._links.keys() - replicas.keys():

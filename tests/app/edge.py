@@ -131,6 +131,9 @@ class ScriptedRouter:
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.opened]
 
+    async def described(self) -> None:
+        pass
+
     async def open(self, request: GenerationRequest, session: str | None = None) -> ScriptedGeneration:
         await asyncio.sleep(0)
         output = self._script(request)

@@ -50,9 +50,12 @@ class Server:
             await self.add(name)
         self.router = Router(self.config, self.engines, TOKENIZER)
         self.engines.routers.append(self.router)
-        transport = httpx.ASGITransport(build_asgi_app(self.router))
+        self.client = self.client_of(self.router)
+
+    def client_of(self, router: Router) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(build_asgi_app(router))
         headers = {"Authorization": "Bearer operator"}
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=60)
+        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=60)
 
     async def add(self, name: str) -> None:
         engine, description = await asyncio.to_thread(build_engine, self.config)
@@ -176,6 +179,24 @@ async def test_a_new_replica_reads_it_when_it_is_asked(server: Server, adapters:
     server.engines.kill("r2")
     assert "poet" not in server.engine("r3").adapters()
     assert await server.text("poet") == poet
+
+
+async def test_a_new_router_knows_what_no_replica_holds(server: Server, adapters: dict[str, Path]) -> None:
+    for name in ("poet", "judge"):  # the second takes the first one's place in memory
+        await server.change("load", {"lora_name": name, "lora_path": str(adapters[name])})
+    poet = await server.text("poet")
+    await server.text("judge")
+    for name in ("r1", "r2"):
+        if "poet" in server.engine(name).adapters():
+            server.engine(name).unload_adapter("poet")
+    later = Router(server.config, server.engines, TOKENIZER)
+    try:
+        await server.client.aclose()
+        server.client = server.client_of(later)
+        assert await server.text("poet") == poet  # asked before it knows of any replica
+        assert later.model_names == server.router.model_names
+    finally:
+        await later.close()
 
 
 async def test_what_is_refused(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
