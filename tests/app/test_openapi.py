@@ -12,6 +12,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from app.ingress import build_asgi_app
 from app.openapi import document
+from app.router import Unavailable
 from tests.app.dummy import dummy_service
 from tests.app.edge import ScriptedRouter, http
 
@@ -63,6 +64,20 @@ async def test_it_is_served_and_says_where_a_key_is_wanted(key: str | None) -> N
         if operation["security"] != []
     }
     assert locked == (set() if key is None else shown["paths"].keys() - {"/health", "/ready"})
+
+
+async def test_what_waits_for_a_replica_is_said() -> None:
+    class Undescribed(ScriptedRouter):
+        async def described(self) -> None:
+            raise Unavailable("no replica is ready")
+
+    async with http(Undescribed()) as client:
+        for path, methods in document(False)["paths"].items():
+            for method, operation in methods.items():
+                body = {"content": "{}"} if method == "post" else {}
+                response = await client.request(method, path, **body)
+                waits = "503" in operation["responses"] and path not in ("/health", "/ready")
+                assert (response.status_code == 503) == waits, path
 
 
 def test_bodies_have_the_bounds_that_the_engine_has() -> None:
