@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
+from safetensors.torch import save_file
 
 from app.ingress import build_asgi_app
 from app.replica import EngineReplica, build_engine, load_tokenizer
@@ -62,3 +66,14 @@ def dummy_service(**options: Any) -> Iterator[Service]:
         yield service
     finally:
         service.close()
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter of the dummy model, strong enough to change what it says."""
+    generator = torch.Generator().manual_seed(seed)
+    where = "base_model.model.model.layers.{}.mlp.up_proj.lora_{}.weight"
+    tensors = {where.format(i, "A"): torch.randn(4, 64, generator=generator) for i in range(2)}
+    tensors |= {where.format(i, "B"): torch.randn(192, 4, generator=generator) for i in range(2)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(config))

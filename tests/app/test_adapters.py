@@ -11,30 +11,22 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from app.ingress import build_asgi_app
 from app.replica import build_engine
 from app.router import Router
 from app.settings import ConfigError, ServingConfig
 from engine.batch_engine import ContinuousBatchingEngine
+from tests.app.dummy import write_adapter
 from tests.app.fakes import TOKENIZER, LocalEngines
 
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Adapters of the dummy model, strong enough to change what it says."""
-    folders = {}
-    for seed, name in enumerate(("pirate", "poet", "judge")):
-        folders[name] = tmp_path_factory.mktemp(name)
-        generator = torch.Generator().manual_seed(seed)
-        where = "base_model.model.model.layers.{}.mlp.up_proj.lora_{}.weight"
-        tensors = {where.format(i, "A"): torch.randn(4, 64, generator=generator) for i in range(2)}
-        tensors |= {where.format(i, "B"): torch.randn(192, 4, generator=generator) for i in range(2)}
-        save_file(tensors, folders[name] / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-        (folders[name] / "adapter_config.json").write_text(json.dumps(config))
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("pirate", "poet", "judge")}
+    for seed, folder in enumerate(folders.values()):
+        write_adapter(folder, seed)
     return folders
 
 

@@ -6,14 +6,17 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.app.dummy import write_adapter
 from tests.e2e.conftest import Deployed, wait_until
 
 TURNS, TALKS, NEW, OUT = 5, 6, 64, 16
@@ -131,3 +134,28 @@ async def test_replicas_follow_the_queue_and_go_again(deploy: Callable[..., Depl
     await asyncio.to_thread(wait_until, lambda: len(app.cluster.processes("ServeReplica:test:DraftModel")) == 1)
     await asyncio.to_thread(wait_until, lambda: len(drafts()) == 1)
     assert set(load.ends) == {"well"}, load.ends
+
+
+async def test_a_router_that_starts_later_knows_the_adapters(deploy: Callable[..., Deployed], tmp_path: Path) -> None:
+    app = deploy(num_routers=2, max_adapters=1, api_key="operator")
+    names = ("pirate", "poet")  # there is room for one
+    options: dict[str, Any] = {"headers": {"Authorization": "Bearer operator"}, "timeout": 60}
+    for seed, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        write_adapter(tmp_path / name, seed)
+        body = {"lora_name": name, "lora_path": str(tmp_path / name)}
+        httpx.post(f"{app.url}/v1/load_lora_adapter", json=body, **options).raise_for_status()
+
+    def routers() -> set[str]:
+        page = httpx.get(f"{app.url}/metrics", **options).text
+        return set(re.findall(r'llm_http_requests_total\{replica="(Router[^"]*)"', page))
+
+    wait_until(lambda: len(routers()) == 2)  # each has answered something
+    before = routers()
+    os.kill(app.cluster.processes("ServeReplica:test:Router")[0].pid, signal.SIGKILL)
+    wait_until(lambda: len(routers() & before) == 1 and len(routers()) == 2)
+    for name in names * 10:
+        answer = httpx.post(
+            f"{app.url}/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 2}, **options
+        )
+        assert answer.status_code == 200, answer.text
