@@ -236,9 +236,12 @@ def correctness(args: argparse.Namespace, device: Any) -> bool:
     rows = torch.arange(64, device=device)
     temperatures = torch.where(rows % 2 == 0, 1.0, 1e-30)
     noise = gumbel_noise(rows, rows + 9, torch.arange(scores.shape[1], dtype=torch.int32, device=device)[None])
-    best = torch.where((rows % 2 == 0)[:, None], scores + noise, scores).argmax(1)
-    chosen = fused.choose(scores, rows, temperatures, rows, rows + 9, -2)
-    check("choose, rows that differ", (chosen != best).sum(), 0)
+    drawn, twentieth = (rows % 2 == 0)[:, None], scores.topk(20).values[:, -1:]
+    for name, top_k, lowest in (("all", 0, float("-inf")), ("the 20 best", 20, twentieth)):
+        filters = (torch.full_like(rows, top_k), torch.ones_like(temperatures), torch.full_like(temperatures, -100.0))
+        best = torch.where(drawn, (scores + noise).masked_fill(scores < lowest, float("-inf")), scores).argmax(1)
+        chosen = fused.choose(scores, rows, rows + 9, temperatures, rows, filters, -2)
+        check(f"choose of {name}, rows that differ", (chosen != best).sum(), 0)
     greedy(args, device, check)
     return right
 

@@ -101,7 +101,8 @@ def launch_all(shape: str, dtype: torch.dtype) -> None:
         fused.add_rms_norm(x, delta, weight, 1e-5, dtype)
     fused.silu_mul(torch.zeros(8, 2 * intermediate, dtype=dtype))
     row_ids = torch.zeros(8, dtype=torch.int64)
-    fused.choose(torch.zeros(8, vocab, dtype=dtype), row_ids, torch.ones(8), row_ids, row_ids, -2)
+    one = torch.ones(8)
+    fused.choose(torch.zeros(8, vocab, dtype=dtype), row_ids, row_ids, one, row_ids, (row_ids, one, one), -2)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

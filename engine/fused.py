@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = tl.constexpr(4096)  # of the vocabulary, for a program
+_REACH = tl.constexpr(64.0)  # what lies further below the best is never drawn, as in sampling
 _COLDEST = tl.constexpr(1e-30)  # a temperature at which nothing is drawn, as in SamplingTable
 
 
@@ -51,6 +52,23 @@ def silu_mul_kernel(
     tl.store(out + token * SIZE + i, gate / (1.0 + tl.exp(-gate)) * up, mask=i < SIZE)
 
 
+@triton.jit
+def gumbel(token: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """sampling.gumbel_noise: splitmix64 over seed and position, murmur3's finaliser over the token."""
+    key = seed + (position + 1) * -7046029254386353131
+    key = (key ^ ((key >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    key = (key ^ ((key >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    key = key ^ ((key >> 31) & 0x1FFFFFFFF)
+    bits = (token * -1640531535) ^ key.to(tl.int32)
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * -2048144789
+    bits = ((bits ^ ((bits >> 13) & 0x7FFFF)) + (key >> 32).to(tl.int32)) * -1028477387
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+    rest = 1.0 - u
+    # -log1p(-u), by way of the rounding error of 1 - u (Kahan)
+    return -tl.log(tl.where(rest == 1.0, u, -tl.log(rest) * (u / (1.0 - rest))))
+
+
 @triton.jit(do_not_specialize_on_alignment=["row_ids", "positions"])
 def best_of_block_kernel(
     scores: tl.tensor,  # [rows, >= vocab], rows `stride` apart
@@ -69,20 +87,7 @@ def best_of_block_kernel(
     entry = tl.load(row_ids + row)
     temperature = tl.load(temperatures + entry)
     if temperature > _COLDEST:
-        # sampling.gumbel_noise: splitmix64 over seed and position, murmur3's finaliser over the token
-        key = tl.load(seeds + entry) + (tl.load(positions + row) + 1) * -7046029254386353131
-        key = (key ^ ((key >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-        key = (key ^ ((key >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-        key = key ^ ((key >> 31) & 0x1FFFFFFFF)
-        bits = (token * -1640531535) ^ key.to(tl.int32)
-        bits = (bits ^ ((bits >> 16) & 0xFFFF)) * -2048144789
-        bits = ((bits ^ ((bits >> 13) & 0x7FFFF)) + (key >> 32).to(tl.int32)) * -1028477387
-        bits = (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF
-        u = tl.minimum((bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
-        rest = 1.0 - u
-        # -log1p(-u), by way of the rounding error of 1 - u (Kahan)
-        exponential = tl.where(rest == 1.0, u, -tl.log(rest) * (u / (1.0 - rest)))
-        score = score / temperature - tl.log(exponential)
+        score = score / temperature + gumbel(token, tl.load(seeds + entry), tl.load(positions + row))
     high = tl.max(score, 0)
     first = tl.min(tl.where(score == high, token, vocab), 0)  # of equal ones the first
     numbers = tl.max((score != score).to(tl.int32), 0) == 0
@@ -108,6 +113,104 @@ def best_of_blocks_kernel(
     tl.store(chosen + row, tl.where(broken, nothing, first))
 
 
+@triton.jit
+def tempered(scores: tl.tensor, token: tl.tensor, vocab: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    return tl.load(scores + token, mask=token < vocab, other=float("-inf")).to(tl.float32) / temperature
+
+
+@triton.jit
+def cutoff(
+    scores: tl.tensor,  # [vocab]
+    vocab: tl.tensor,
+    temperature: tl.tensor,
+    top: tl.tensor,  # the highest score over the temperature
+    least: tl.tensor,  # scores below it don't count
+    wanted: tl.tensor,
+    BY_MASS: tl.constexpr,  # in units of the highest score's probability, or by their number
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The highest level from which on the scores are as many, or weigh as much, as is wanted.
+
+    The range that is left is cut into eight at a time, nine times: to the last bit of an fp32 score of 4 to 8."""
+    low, step = top - _REACH, _REACH + 0.0
+    for _ in range(9):
+        step /= 8
+        levels = low + step * tl.arange(0, 8)
+        sums = tl.zeros([BLOCK, 8], tl.float32)  # threads meet once, at the end
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            score = tempered(scores, token, vocab, temperature)
+            weight = tl.where(score >= least, tl.exp(score - top) if BY_MASS else 1.0, 0.0)
+            sums += tl.where(score[:, None] >= levels[None, :], weight[:, None], 0.0)
+        low = tl.max(tl.where(tl.sum(sums, 0) >= wanted, levels, low), 0)
+    return low
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_ids", "positions"])
+def filter_kernel(
+    scores: tl.tensor,  # [rows, >= vocab], rows `stride` apart
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    row_ids: tl.tensor,  # int64 [rows], into the five that follow
+    temperatures: tl.tensor,  # fp32
+    seeds: tl.tensor,  # int64
+    top_ks: tl.tensor,  # int64
+    top_ps: tl.tensor,  # fp32
+    log_min_ps: tl.tensor,  # fp32
+    positions: tl.tensor,  # int64 [rows]
+    chosen: tl.tensor,  # int64 [rows], of all scores; in place, of those that the filters keep
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    entry, choice = tl.load(row_ids + row), tl.load(chosen + row)
+    temperature = tl.load(temperatures + entry)
+    top_k, top_p, log_min_p = tl.load(top_ks + entry), tl.load(top_ps + entry), tl.load(log_min_ps + entry)
+    scores += row * stride
+    filtered = (top_k > 0) | (top_p < 1) | (log_min_p > float("-inf"))
+    if filtered & (temperature > _COLDEST) & (choice >= 0):
+        # Most often the winner of all is kept, which one look at the row tells. It lies within the noise's reach of the
+        # highest, so weights relative to it don't overflow.
+        winner = tl.load(scores + choice).to(tl.float32) / temperature
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        count = tl.zeros([BLOCK], tl.float32)
+        heavier, whole = count, count
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            score = tempered(scores, token, vocab, temperature)
+            weight, higher = tl.exp(score - winner), score > winner
+            highest = tl.maximum(highest, score)
+            count += higher.to(tl.float32)
+            heavier += tl.where(higher, weight, 0.0)
+            whole += weight
+        top, above, mass_above = tl.max(highest, 0), tl.sum(count, 0), tl.sum(heavier, 0)
+        mass = tl.where(top_k > 0, mass_above + 1.0, tl.sum(whole, 0))  # at least that much is left after top_k
+        kept = ((top_k == 0) | (above < top_k)) & ((top_p >= 1) | (mass_above < top_p * mass))
+        if not (kept & (winner - top >= log_min_p)):
+            kth, nucleus = float("-inf"), float("-inf")
+            if top_k > 0:
+                kth = cutoff(scores, vocab, temperature, top, kth, top_k.to(tl.float32), False, BLOCK)
+            if top_p < 1:
+                whole = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, vocab, BLOCK):
+                    token = start + tl.arange(0, BLOCK)
+                    score = tempered(scores, token, vocab, temperature)
+                    whole += tl.where(score >= kth, tl.exp(score - top), 0.0)
+                nucleus = cutoff(scores, vocab, temperature, top, kth, top_p * tl.sum(whole, 0), True, BLOCK)
+            least = tl.maximum(tl.maximum(kth, nucleus), top + log_min_p)
+            seed, position = tl.load(seeds + entry), tl.load(positions + row)
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            place = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, vocab, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                score = tempered(scores, token, vocab, temperature)
+                score = tl.where(score >= least, score + gumbel(token, seed, position), float("-inf"))
+                place = tl.where(score > best, token, place)
+                best = tl.maximum(best, score)
+            high = tl.max(best, 0)
+            first = tl.min(tl.where(best == high, place, vocab), 0).to(tl.int64)
+            tl.store(chosen + row, first, mask=high > float("-inf"))  # not so where the winner is infinite
+
+
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Add `delta` [T, size] to the fp32 `x` in place, and return the root mean square norm of the sum."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -129,19 +232,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def choose(
-    scores: Tensor, row_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, nothing: int
+    scores: Tensor,
+    row_ids: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    filters: tuple[Tensor, Tensor, Tensor],
+    nothing: int,
 ) -> Tensor:
-    """Ids, int64 [R], of the best of scores [R, V] of any float type, with the noise of `sampling.gumbel_noise` where
-    the row's temperature is above 0; of equal ones the first; `nothing` where a score is not a number or all are -inf.
-    temperatures and seeds: a table that row_ids [R] index."""
+    """Ids, int64 [R], of the best of scores [R, V] of any float type, with the noise of `sampling.gumbel_noise` among
+    those that the filters keep where the row's temperature is above 0; of equal ones the first; `nothing` where a score
+    is not a number or all are -inf. temperatures, seeds and filters, which are top_k (0: all), top_p and the logarithm
+    of min_p: tables that row_ids [R] index."""
     rows, vocab = scores.shape
     blocks = triton.cdiv(vocab, _BLOCK.value)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=scores.device)
     ids = torch.empty((rows, blocks), dtype=torch.int64, device=scores.device)
     chosen = torch.empty_like(row_ids)
+    stride = scores.stride(0)
     best_of_block_kernel[(rows, blocks)](
-        scores, scores.stride(0), vocab, row_ids, temperatures, seeds, positions, best, ids, num_warps=8
+        scores, stride, vocab, row_ids, temperatures, seeds, positions, best, ids, num_warps=8
     )
     padded = triton.next_power_of_2(blocks)
     best_of_blocks_kernel[(rows,)](best, ids, chosen, blocks, nothing, padded, num_warps=1)
+    filter_kernel[(rows,)](
+        scores, stride, vocab, row_ids, temperatures, seeds, *filters, positions, chosen, 1024, num_warps=8
+    )
     return chosen

@@ -2,7 +2,7 @@
 
 On CUDA a forward of few tokens is a graph, captured at the start, so that the host launches it at once: decodes,
 verifications and short chunks of prompts alike, as a token is a run of its own there. So is what follows where all that
-is wanted is a token after each, chosen without filters or penalties.
+is wanted is a token after each, chosen without penalties.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class ModelRunner:
         return step
 
     def _is_plain(self, plan: StepPlan, tokens: int) -> bool:
-        """Whether each of the plan's tokens is to be followed by one, chosen by temperature and noise alone."""
+        """Whether each of the plan's tokens is to be followed by one, chosen by the scores as they are."""
         if plan.masked or len(plan.rows) + (plan.drafts.sum() if plan.verifies else 0) < tokens:
             return False
         return bool(plan.samples.all() and self.sampler.table.plain[plan.rows].all())

@@ -117,7 +117,7 @@ class SamplingTable:
         self.penalised = np.zeros(rows, dtype=bool)
         self.biased = np.zeros(rows, dtype=bool)
         self.has_min_len = np.zeros(rows, dtype=bool)
-        self.plain = np.ones(rows, dtype=bool)  # none of the four, no bad words and no log-probabilities
+        self.plain = np.ones(rows, dtype=bool)  # none of the three, no bad words and no log-probabilities
         self.num_logprobs = np.full(rows, -1)  # -1: none wanted
         self.num_prompt_logprobs = np.full(rows, -1)
         self.bad_words: dict[int, list[list[int]]] = {}
@@ -154,7 +154,7 @@ class SamplingTable:
         self.bad_words.pop(row, None)
         if bad:
             self.bad_words[row] = bad
-        special = (self.filtered, self.penalised, self.biased, self.has_min_len)
+        special = (self.penalised, self.biased, self.has_min_len)
         self.plain[row] = not (any(column[row] for column in special) or bad or params.logprobs is not None)
 
     def upload(self) -> None:
@@ -297,21 +297,14 @@ class Sampler:
         if len(self.forbidden):
             scores.index_fill_(1, self.forbidden, float("-inf"))
         table = self.table
-        return choose(scores, row_ids, table.temperature.device, table.seed.device, positions, INVALID)
+        filters = table.top_k.device, table.top_p.device, table.log_min_p.device
+        return choose(scores, row_ids, positions, table.temperature.device, table.seed.device, filters, INVALID)
 
     def _choose(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids [R] by scores [R, vocab_size], INVALID where there is none."""
-        greedy = self.table.greedy[rows]
         if self.fused:
-            ids = self.choose_plain(scores, row_ids, positions)
-            filtered = np.flatnonzero(self.table.filtered[rows])
-            if len(filtered):
-                at = to_device(filtered, scores.device)
-                tempered = scores[at].float().div_(self.table.temperature.device[row_ids[at]].unsqueeze(1))
-                kept = ids[at].clamp(min=0)
-                self._filter(tempered, kept, row_ids[at], positions[at], torch.arange(len(at), device=at.device))
-                ids[at] = torch.where(ids[at] < 0, ids[at], kept)
-            return ids
+            return self.choose_plain(scores, row_ids, positions)
+        greedy = self.table.greedy[rows]
         if not greedy.any():
             ids = self._draw(scores, rows, row_ids, positions)
         else:
@@ -404,13 +397,13 @@ class Sampler:
         """Forbid the last token of every bad sequence whose others have just been generated."""
         longest = max(len(word) for _, word in words) - 1
         device = scores.device
-        at = torch.tensor([i for i, _ in words], device=device)
-        prefix = torch.tensor([[-1] * (longest - len(w) + 1) + w[:-1] for _, w in words], device=device)
+        at = to_device(np.array([i for i, _ in words]), device)
+        prefix = to_device(np.array([[-1] * (longest - len(w) + 1) + w[:-1] for _, w in words], np.int64), device)
         place = positions[at].unsqueeze(1) + torch.arange(-longest, 0, device=device)
         recent = tokens[row_ids[at].unsqueeze(1), place.clamp(min=0)]
         match = ((recent == prefix) & (place >= 0) | (prefix < 0)).all(-1)
-        last = torch.tensor([word[-1] for _, word in words], device=device)
-        scores[at[match], last[match]] = float("-inf")
+        last = to_device(np.array([word[-1] for _, word in words]), device)
+        scores.index_put_((at, last), torch.where(match, float("-inf"), 0.0), accumulate=True)
 
     def _draw(self, scores: Tensor, rows: np.ndarray, row_ids: Tensor, positions: Tensor) -> Tensor:
         """Gumbel-max over the filtered, tempered scores [R, V], which are overwritten."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine import fused, sampling
 from engine.sampling import gumbel_noise
@@ -57,8 +58,51 @@ def test_choose(vocab: int) -> None:
     noisy = torch.where(drawn, scores / temperatures[row_ids].unsqueeze(1) + noise, scores)
     expected = noisy.max(1).indices
     expected[0], expected[1:4] = 11, -2
-    got = fused.choose(scores, row_ids, temperatures, seeds, positions, -2)
+    filters = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.full((4,), -torch.inf)
+    got = fused.choose(scores, row_ids, positions, temperatures, seeds, filters, -2)
     assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("vocab", "spread"), ((50, 1), (2500, 1), (2500, 4)))
+def test_choose_among_what_filters_keep(vocab: int, spread: float) -> None:
+    """What they keep is transformers'."""
+    generator = torch.Generator().manual_seed(vocab)
+    table = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (1.0, 0.6, 1e-30)
+        for top_k, top_p, min_p in (
+            (0, 0.4, 0),
+            (7, 1.0, 0),
+            (0, 1.0, 0.3),
+            (20, 0.7, 0.1),
+            (0, 0.999, 0),
+            (vocab, 1.0, 0),
+        )
+    ]
+    temperatures, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*table, strict=True))
+    row_ids = torch.arange(len(table)).repeat(3)
+    scores = torch.randn(len(row_ids), vocab, generator=generator) * spread
+    scores[-len(table), 9] = torch.inf
+    seeds, positions = torch.arange(len(table)) * 7, torch.arange(len(row_ids)) * 31
+    noise = gumbel_noise(seeds[row_ids], positions, torch.arange(vocab, dtype=torch.int32).unsqueeze(0))
+    expected, moved = [], 0
+    for i, row in enumerate(row_ids.tolist()):
+        temperature, *filters = table[row]
+        if temperature < 1e-9:
+            expected.append(int(scores[i].argmax()))
+            continue
+        tempered = scores[i : i + 1] / temperature
+        warpers = [
+            warper(value)
+            for warper, value in zip((TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper), filters, strict=True)
+            if value and value != 1.0
+        ]
+        kept = LogitsProcessorList(warpers)(None, tempered)  # type: ignore[arg-type]
+        expected.append(int((kept + noise[i]).argmax()))
+        moved += expected[-1] != int((tempered + noise[i]).argmax())
+    got = fused.choose(scores, row_ids, positions, temperatures, seeds, (top_k, top_p, min_p.log()), -2)
+    assert got.tolist() == expected
+    assert moved > 3
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

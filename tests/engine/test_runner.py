@@ -163,6 +163,7 @@ def test_plain_choices_are_in_a_graph(options: dict[str, Any]) -> None:
     todo = requests()
     for i, request in enumerate(todo):
         request.temperature = i / 2
+    todo[2].top_k, todo[3].top_p = 5, 0.5
     graphs = run(todo, **options)
     assert graphs.choices == len(graphs.replays) > 0
 
@@ -170,7 +171,7 @@ def test_plain_choices_are_in_a_graph(options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize(
     "params",
-    [{"logprobs": 0}, {"top_p": 0.5}, {"logit_bias": {3: 5.0}}, {"min_tokens": 1, "stop_token_ids": [5]}],
+    [{"logprobs": 0}, {"frequency_penalty": 1.0}, {"logit_bias": {3: 5.0}}, {"min_tokens": 1, "stop_token_ids": [5]}],
     ids=str,
 )
 def test_other_choices_are_not(params: dict[str, Any]) -> None:
