@@ -244,11 +244,24 @@ def local_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Ports of 127.0.0.1 that nothing listens on now; none that the kernel gives to whoever asks for any, as Ray's
+    processes do by the dozen before these are used, nor one of `ray start`'s own, which end at 19999."""
+    end = 32768
+    with contextlib.suppress(OSError):  # not Linux
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    places = range(20_000, max(end, 20_000))
+    sockets: list[socket.socket] = []
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        for port in [*secrets.SystemRandom().sample(places, len(places)), *[0] * count]:
+            each = socket.socket()
+            try:
+                each.bind(("127.0.0.1", port))
+            except OSError:
+                each.close()
+                continue
+            sockets.append(each)
+            if len(sockets) == count:
+                break
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:

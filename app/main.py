@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -93,9 +94,9 @@ class _EngineReplica(EngineReplica):
             self._connecting = asyncio.create_task(self._keep_draft(drafts))
 
     async def describe(self, membership: None = None) -> dict[str, Any]:
-        for _ in range(50):  # a draft that is just coming up belongs to what runs here
-            if self.draft is None or self.draft.description is not None:
-                break
+        # A draft that is just coming up belongs to what runs here; a Router's requests wait for twice as long.
+        deadline = time.monotonic() + self.config.heartbeat_timeout / 2
+        while self.draft is not None and self.draft.description is None and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         return await super().describe(membership)
 

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from app.metrics import Metrics
 from app.placement import Engines, Membership, Placement, PrefixView
 from app.replica import TAG_BITS, PumpMessage, Refusal
@@ -585,10 +587,14 @@ class Router:
                 await asyncio.sleep(1.0)
 
     async def _others_adapters(self) -> list[dict[str, tuple[str, str]]]:
-        try:
-            return await self.engines.broadcast("own_adapters", timeout=2)
-        except Exception:  # there is no other, or one doesn't answer
-            return []
+        for _ in range(3):
+            try:
+                return await self.engines.broadcast("own_adapters", timeout=1)
+            except DeploymentUnavailableError:  # there is no other
+                break
+            except Exception:  # one of them is late, or has just died
+                await asyncio.sleep(0.1)
+        return []
 
     def _set_replicas(self, replicas: Mapping[str, bool]) -> None:
         for replica_id in self._links.keys() - replicas.keys():

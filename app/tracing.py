@@ -89,7 +89,7 @@ class TracingMiddleware:
             "gen_ai.usage.output_tokens": len(result.token_ids),
             "gen_ai.response.finish_reasons": [result.finish_reason.value],
         }
-        start = time.time() - time.monotonic() + sent
+        start = sent - time.monotonic() + time.time()  # in this order a pause between the two makes it no earlier
         for name, seconds in (
             ("queue", result.queue_seconds),
             ("prefill", result.prefill_seconds),

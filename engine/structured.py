@@ -37,7 +37,7 @@ _CACHE_BYTES = 256 << 20
 _TASTE_CPU_SECONDS = 5.0
 _TASTE_BYTES = 2 << 30
 _TASTE_STEPS = 96
-_SLOW = 0.05  # CPU seconds for one token
+_SLOW, _PATIENCE = 0.05, 0.3  # CPU seconds for one token, which a garbage collection may take; over all slow ones
 _BUSY_SECONDS = 20.0
 
 
@@ -202,13 +202,14 @@ def _try_out(compilers: list[Any], spec: GrammarSpec, size: int) -> str:
 
 
 class GrammarState:
-    """Where a sequence is in its grammar. `error` says why it can't go on: a token took too long, or none fits."""
+    """Where a sequence is in its grammar. `error` says why it can't go on: its tokens took too long, or none fits."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self.error = ""
+        self._waited = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -247,7 +248,9 @@ class GrammarState:
         return count
 
     def _check_time(self, start: float) -> None:
-        if time.thread_time() - start > _SLOW:
+        if (seconds := time.thread_time() - start) > _SLOW:
+            self._waited += seconds
+        if self._waited > _PATIENCE:
             self.error = f"{GRAMMAR_ERROR}takes too long to follow"
 
 

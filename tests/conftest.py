@@ -16,6 +16,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on the CP
 
 import pytest
 import torch
+from hypothesis import settings
+
+# What a test finds must not depend on the run, nor on how fast it is.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
 
 torch.set_num_threads(1)  # tiny models are faster so, and the servers that tests start need the other core
 

@@ -504,7 +504,7 @@ async def test_disconnect_over_a_socket() -> None:
             body = {"prompt": "x", "stream": True}
             async with client.stream("POST", f"{url}/generate", json=body) as response:
                 assert await anext(response.aiter_lines()) == 'data: {"text":"T"}'
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not router.aborted and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         assert router.aborted == 1

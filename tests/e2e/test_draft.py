@@ -90,7 +90,7 @@ def speculates(app: Deployed) -> bool:
 
 
 def metric(app: Deployed, name: str) -> float:
-    lines = httpx.get(f"{app.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{app.url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 

@@ -3,7 +3,6 @@ the names of large ones."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from app.bench.report import Report
 from app.cli import free_ports
-from tests.e2e.conftest import ROOT, Server, llm_serve, wait_until
+from tests.e2e.conftest import ROOT, Server, is_ready, llm_serve, wait_until
 from tests.engine.fake_hub import TOKEN, fake_hub
 from tests.engine.made_tokenizers import byte_level_tokenizer
 from tests.test_docs import commands
@@ -88,12 +87,6 @@ def test_make_serve() -> None:
     finally:
         process.terminate()
         process.wait(120)
-
-
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/ready").status_code == 200
-    return False
 
 
 @dataclass
@@ -170,5 +163,7 @@ def change_adapters(server: Server, folder: Path) -> None:
         here = command.replace("localhost:8000", server.url).replace("/adapters/pirate", str(folder / "pirate"))
         done = run("bash -c", folder, f"{here} --silent --show-error --fail-with-body", KEY="operator")
         assert "error" not in done, done
-        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer operator"}).json()["data"]
+        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer operator"}, timeout=60).json()[
+            "data"
+        ]
         assert ("pirate" in [model["id"] for model in models]) == ("unload" not in command)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from app.settings import is_loopback
@@ -34,7 +35,12 @@ def server() -> Iterator[Server]:
 
 
 def actors(server: Server) -> set[int]:
-    return {process.pid for process in server.tree() if re.match("ray::(ServeReplica|ProxyActor)", process.name())}
+    found = set()
+    for process in server.tree():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if re.match("ray::(ServeReplica|ProxyActor)", process.name()):
+                found.add(process.pid)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +197,7 @@ def test_nothing_is_readable_without_the_key(server: Server) -> None:
     for path in ("/health", "/ready", "/-/healthz"):  # the last is Serve's, for load balancers
         status, rest = send(server, request("GET", path, key=False))
         assert status == 200 and KEY.encode() not in rest
-    assert httpx.get(server.url + "/-/healthz").text == "success"
+    assert httpx.get(server.url + "/-/healthz", timeout=60).text == "success"
 
 
 def test_no_other_port_tells_a_stranger_more(server: Server) -> None:

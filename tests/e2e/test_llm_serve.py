@@ -37,7 +37,10 @@ def stream_of(url: str, tokens: int) -> dict[str, Any]:
 
 def folders_of(processes: list[psutil.Process]) -> list[Path]:
     """Where a server's Ray keeps its files."""
-    words = [word for process in processes for word in process.cmdline()]
+    words: list[str] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends idle workers; a zombie is such a one
+            words += process.cmdline()
     return [Path(folder) for folder in set(re.findall(r"/tmp/pilotfish-\w+", " ".join(words)))]
 
 
@@ -48,7 +51,7 @@ def test_start_guard_and_drain(serve: Callable[..., Server], tmp_path: Path) -> 
     config = json.loads(configs[0])
     assert (config["model_class"], config["dtype"], config["max_seq_len"]) == ("DecoderModel", "float32", 4096)
     assert config["api_key_set"] is False and config["param_count_total"] > 0
-    assert server.lines[-1] == f"llm-serve: ready: dummy at {server.url}/v1"
+    assert f"llm-serve: ready: dummy at {server.url}/v1" in server.lines
     assert not (tmp_path / ".ray").exists()  # where another Ray of this user looks for its token
 
     # What isn't on loopback is Ray's own gRPC, and refuses whoever has no token.
@@ -82,7 +85,7 @@ def _refuses_grpc(port: int) -> bool:
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=5)
+            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=60)
         except grpc.RpcError as error:
             return error.code() in (
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -103,6 +106,14 @@ def test_a_second_signal_ends_at_once(serve: Callable[..., Server]) -> None:
         assert server.process.wait(120) == 130
     _, left = psutil.wait_procs(processes, timeout=120)
     assert not left
+
+
+def named(processes: list[psutil.Process], name: str) -> psutil.Process:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == name:
+                return process
+    raise AssertionError(f"no {name}")
 
 
 def gone(processes: list[psutil.Process], folders: list[Path]) -> bool:
@@ -126,8 +137,8 @@ def test_ray_dies(serve: Callable[..., Server]) -> None:
     server = serve()
     processes = server.tree()
     folders = folders_of(processes)
-    next(process for process in processes if process.name() == "gcs_server").kill()
-    next(process for process in processes if process.name() == "raylet").kill()
+    for name in ("gcs_server", "raylet"):
+        named(processes, name).kill()
     assert server.process.wait(120) == 1
     assert gone(processes, folders)
 
@@ -148,7 +159,7 @@ def test_a_signal_during_the_start(line: str) -> None:
     wait_until(lambda: any(line in each for each in server.lines))
     time.sleep(1)
     processes = server.tree()
-    folders = folders_of(processes) if len(processes) > 2 else [Path("/tmp/pilotfish-none")]
+    folders = folders_of(processes) or [Path("/tmp/pilotfish-none")]  # Ray may not have begun
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(120) == 130
     assert gone(processes, folders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def wait_for_whole_engines(app: Deployed) -> None:
             for engine in engines
         )
 
-    wait_until(whole, describe=lambda: f"{engines} {httpx.get(app.url + '/metrics').text}")
+    wait_until(whole, describe=lambda: f"{engines} {httpx.get(app.url + '/metrics', timeout=60).text}")
 
 
 async def test_two_hundred_streams_half_of_them_closed(deploy: Callable[..., Deployed]) -> None:
@@ -71,7 +72,7 @@ async def test_two_hundred_streams_half_of_them_closed(deploy: Callable[..., Dep
         wait_for_whole_engines(app)
         alone = await read(client, app.url, 4, 40)
         assert text(alone) == text(results[4])
-    page = httpx.get(f"{app.url}/metrics").text
+    page = httpx.get(f"{app.url}/metrics", timeout=60).text
     assert not [
         line for line in page.splitlines() if line.startswith("llm_http_requests_total") and 'status="5' in line
     ]
@@ -126,17 +127,24 @@ def test_a_reader_that_stops_holds_nobody_back_and_is_cut_off(deploy: Callable[.
                 received = received[-20:] + part
     assert b"[DONE]" not in received
     wait_for_whole_engines(app)
-    page = httpx.get(f"{app.url}/metrics").text.splitlines()
+    page = httpx.get(f"{app.url}/metrics", timeout=60).text.splitlines()
     assert sum(float(line.split()[-1]) for line in page if line.startswith("llm_inflight_requests{")) == 0
 
 
 async def test_several_routers_share_the_engines(deploy: Callable[..., Deployed]) -> None:
     app = deploy(num_routers=2, num_replicas=2, max_batch_size=16)
+
+    def both() -> bool:  # each look may be either's
+        page = httpx.get(f"{app.url}/metrics", timeout=60).text
+        routers = set(re.findall(r'llm_http_requests_total\{replica="(Router[^"]*)"', page))
+        return len(routers) == 2 and all(snapshot["pumps"] == 2 for snapshot in app.snapshots())
+
+    await asyncio.to_thread(wait_until, both)
     async with clients() as client:
         results = await asyncio.gather(*[read(client, app.url, seed % 8, 30) for seed in range(64)])
     for seed, lines in enumerate(results):
         assert text(lines) == text(results[seed % 8])
-    page = httpx.get(f"{app.url}/metrics").text.splitlines()
+    page = httpx.get(f"{app.url}/metrics", timeout=60).text.splitlines()
     served = [line for line in page if line.startswith('llm_http_requests_total{replica="Router')]
     assert len({line.split('replica="')[1].split('"')[0] for line in served}) == 2
     assert all(snapshot["pumps"] == 2 for snapshot in app.snapshots())
@@ -151,7 +159,7 @@ def same_series_in_rays_exporter(app: Deployed) -> None:
         chosen = ("llm_tokens_generated_total", "llm_request_duration_seconds_bucket", "llm_engine_prompt_tokens_total")
         ours = {"endpoint", "status", "replica", "le"}
         found = {}
-        for family in text_string_to_metric_families(httpx.get(url).text):
+        for family in text_string_to_metric_families(httpx.get(url, timeout=60).text):
             for name, labels, value, *_ in family.samples:
                 if name.startswith(prefix) and name.removeprefix(prefix) in chosen and value:
                     found[name.removeprefix(prefix), *((k, v) for k, v in sorted(labels.items()) if k in ours)] = value
@@ -160,7 +168,11 @@ def same_series_in_rays_exporter(app: Deployed) -> None:
     wanted = read(f"{app.url}/metrics", "")
     assert len(wanted) > 20
     exporter = f"http://{app.cluster.call('metrics_address')}/metrics"
-    wait_until(lambda: wanted.items() <= read(exporter, "ray_").items(), 60, lambda: httpx.get(exporter).text[:20000])
+    wait_until(
+        lambda: wanted.items() <= read(exporter, "ray_").items(),
+        60,
+        lambda: httpx.get(exporter, timeout=60).text[:20000],
+    )
     time.sleep(30)  # Ray drops gauges that nobody sets for 20
     assert wanted.items() <= read(exporter, "ray_").items()
 

@@ -29,7 +29,13 @@ def test_prompt_and_output_logprobs(model, budget: int, depth: int) -> None:
     for _ in range(2):
         request_id = engine.add_request(
             GenerationRequest(
-                prompt_ids=prompt, max_new_tokens=3, prompt_logprobs=2, logprobs=1, temperature=1.0, logit_bias={5: 3.0}
+                prompt_ids=prompt,
+                max_new_tokens=3,
+                prompt_logprobs=2,
+                logprobs=1,
+                temperature=1.0,
+                logit_bias={5: 3.0},
+                seed=1,
             )
         )
         engine.add_request(GenerationRequest(prompt_ids=prompt[:50], max_new_tokens=30, priority=-1))

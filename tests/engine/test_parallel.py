@@ -62,7 +62,7 @@ def engine_of(
         if all(process.is_alive() for process in processes):
             engine.unload_model()
             for process in processes:
-                process.join(30)
+                process.join(120)
                 assert process.exitcode == 0
     finally:
         for process in processes:

@@ -40,6 +40,7 @@ def make_engine(model, tokenizer, **options) -> ContinuousBatchingEngine:
     "options", ({}, {"num_kv_heads": 1}, {"num_kv_heads": 4}, {"window_size": 5}, {"use_glu": False})
 )
 def test_kv_cache_loop(options) -> None:
+    torch.manual_seed(0)
     model = DecoderModel(**{"hidden_size": 128, "num_layers": 2, "num_heads": 16, "num_kv_heads": 4, **options}).eval()
     input_ids = torch.randint(0, model.vocab_size, (1, 10))
     kv_caches = create_decoder_kv_caches(model, batch_size=1)
