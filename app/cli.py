@@ -318,6 +318,8 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             if address is None:
                 _check_port(config.host, config.port)  # taken since we looked
             raise
+        if _deployments():
+            raise ConfigError(f"--address: there is an application {APP_NAME} in that cluster already")
         if _deploy(build_app(config), stop):
             _print_config()
             ready.set()
@@ -400,7 +402,7 @@ def _print_config() -> None:
     from app.logs import emit_server_config
 
     async def ask() -> dict[str, Any]:
-        description: dict[str, Any] = await DeploymentHandle("EngineReplica", APP_NAME).describe.remote()
+        description: dict[str, Any] = await DeploymentHandle("EngineReplica", APP_NAME).describe_settled.remote()
         return description
 
     loop = asyncio.new_event_loop()  # runs on: Serve's long poll is bound to it and complains when it stops

@@ -93,12 +93,12 @@ class _EngineReplica(EngineReplica):
         if drafts is not None:
             self._connecting = asyncio.create_task(self._keep_draft(drafts))
 
-    async def describe(self, membership: None = None) -> dict[str, Any]:
-        # A draft that is just coming up belongs to what runs here; a Router's requests wait for twice as long.
-        deadline = time.monotonic() + self.config.heartbeat_timeout / 2
+    async def describe_settled(self) -> dict[str, Any]:
+        """`describe`, after a moment for a draft that is just coming up, which belongs to what runs here."""
+        deadline = time.monotonic() + 5
         while self.draft is not None and self.draft.description is None and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        return await super().describe(membership)
+        return await self.describe()
 
     def check_health(self) -> None:
         super().check_health()
@@ -158,12 +158,16 @@ class _DraftModel:
 
 class _RouterIngress(Router):
     async def __init__(self, config: ServingConfig, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        # Now Serve runs for certain, where `build` may have come before it.
+        host = await asyncio.to_thread(_proxy_host)
+        check_bind(host or config.host, config.api_key)
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         routers = serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
         super().__init__(config, Engines(engines, routers), tokenizer, _replica_name())
         configure_log(sys.__stderr__)
         configure_access_log(sys.__stderr__)
         self._exporting = asyncio.create_task(_export(self.metrics))
+        await self.settled()  # the Routers of another model serve on, with its replicas
 
     def __serve_build_asgi_app__(self) -> Starlette:
         if (endpoint := self.config.otlp_traces_endpoint) is None:
@@ -231,8 +235,11 @@ def _proxy_host() -> str | None:
 
 def wants_gpu(config: ServingConfig) -> bool:
     if config.device == "auto":
-        return (
-            ray.is_initialized()
-            and ray.cluster_resources().get("GPU", 0) >= config.num_replicas * config.tensor_parallel_size
-        )
+        if ray.is_initialized():
+            gpus = ray.cluster_resources().get("GPU", 0)
+        else:  # `serve run` starts it here, after this
+            import torch
+
+            gpus = torch.cuda.device_count()
+        return bool(gpus >= config.num_replicas * config.tensor_parallel_size)
     return config.device.startswith("cuda")

@@ -251,21 +251,17 @@ class EngineReplica:
         """What is really running here."""
         adapters = {name: (adapter.path, adapter.key) for name, adapter in self.engine.adapters().items()}
         draft = {} if self.draft is None else {"draft": self.draft.description}
-        return {**self.description, **draft, "adapters": adapters}
+        own = {"meaning": self.config.meaning, "version": self.config.version, "adapters": adapters}
+        return {**self.description, **draft, **own, "configured_adapters": self.config.adapter_paths()}
 
     async def load_adapter(self, name: str, path: str) -> str:
-        """Has the adapter of a PEFT folder ready for requests; returns its key. Raises ValueError."""
+        """Has the adapter of a PEFT folder, as it is now, ready for requests; returns its key. Raises ValueError."""
         async with self._adapter_lock:
             return await self._load_adapter(name, path)
 
     async def _load_adapter(self, name: str, path: str) -> str:
-        loaded = self.engine.adapters().get(name)
-        if loaded is not None and loaded.path == path:
-            return loaded.key
-        if loaded is not None:
-            self.engine.unload_adapter(name)
         # To its end, whoever leaves: a thread goes on, and the next one would meet what it loads.
-        loading = asyncio.ensure_future(asyncio.to_thread(self.engine.load_adapter, name, path))
+        loading = asyncio.ensure_future(asyncio.to_thread(self.engine.load_adapter, name, path, replace=True))
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -316,7 +312,9 @@ class EngineReplica:
                 self.engine.add_request(request, tag=tag)
             else:
                 async with self._adapter_lock:  # nobody else's takes its place in between
-                    await self._load_adapter(request.adapter, adapter_path)
+                    loaded = self.engine.adapters().get(request.adapter)
+                    if loaded is None or loaded.path != adapter_path:
+                        await self._load_adapter(request.adapter, adapter_path)
                     self.engine.add_request(request, tag=tag)
             return await call
         except QueueFull as error:

@@ -24,6 +24,9 @@ from engine.grammars import GRAMMAR_ERROR
 from engine.schemas import FinishReason, GenerationRequest, GenerationResult, QueueFull, TokenLogprobs
 from engine.tokenization import TextStream, Tokenizer
 
+AdapterChange = tuple[float, tuple[str, str] | None]
+"""When an adapter came or went at run time, in seconds since the epoch; its folder and key, if it came."""
+
 logger = logging.getLogger(__name__)
 
 KEY_BITS = 22
@@ -293,7 +296,7 @@ class ReplicaLink:
     """One replica as this Router sees it: its pump, its load, and the attempts that are there.
 
     load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence;
-    is_local: on this process's node.
+    is_local: on this process's node; fits: token ids mean there what they mean here, as far as is known.
     """
 
     def __init__(self, router: Router, replica_id: str, is_local: bool) -> None:
@@ -301,6 +304,7 @@ class ReplicaLink:
         self.is_local = is_local
         self.attempts: dict[int, tuple[TextGeneration, asyncio.Task[Any]]] = {}
         self.leaving = False
+        self.fits = False
         self.is_open = False
         self.step_age = 0.0
         self.waiting_tokens = 0
@@ -330,7 +334,7 @@ class ReplicaLink:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_open and not self.leaving and not self.is_stuck
+        return self.fits and self.is_open and not self.leaving and not self.is_stuck
 
     def new_tag(self) -> int:
         return self._key << TAG_BITS | next(self._counter)
@@ -346,6 +350,10 @@ class ReplicaLink:
             self._key = random.getrandbits(KEY_BITS)
             self._counter = itertools.count()
             try:
+                self.fits = self._router.learn(await self._router.engines.call(self.replica_id, "describe"))
+                if not self.fits:
+                    logger.info("%s runs another model than this Router's: it is left alone", self.replica_id)
+                    return
                 async for message in self._router.engines.pump(self.replica_id, self._key):
                     self._dispatch(message)
                     delay = 0.05
@@ -393,7 +401,9 @@ class Router:
         self.max_model_len = config.max_model_len or 0
         self.sampling_defaults: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
-        self.adapters: dict[str, tuple[str, str]] = {}  # folder and key
+        # folder and key, which is not known before a replica has loaded it
+        self.adapters = {name: (path, "") for name, path in config.adapter_paths().items()}
+        self._adapter_changes: dict[str, AdapterChange] = {}
         self._links: dict[str, ReplicaLink] = {}
         self._closing: set[ReplicaLink] = set()
         self._live: set[TextGeneration] = set()
@@ -412,7 +422,8 @@ class Router:
         if name in self.model_names and self.adapters.get(name, ("", ""))[0] != path:
             raise ValueError(f"{name} is the name of another model")
         keys = await asyncio.gather(
-            *(self.engines.call(replica, "load_adapter", name, path) for replica in self._links), return_exceptions=True
+            *(self.engines.call(replica, "load_adapter", name, path) for replica in self._fitting),
+            return_exceptions=True,
         )
         for error in keys:
             if isinstance(error, BaseException):
@@ -426,25 +437,37 @@ class Router:
     async def unload_adapter(self, name: str) -> None:
         """Requests that run with it go on."""
         await self._tell_routers(name, None)
-        calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._links]
+        calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._fitting]
         await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
 
     async def _tell_routers(self, name: str, place: tuple[str, str] | None) -> None:
         try:
-            await self.engines.broadcast("set_adapter", name, place)
+            await self.engines.broadcast("set_adapters", {name: (time.time(), place)})
         except Exception as error:
             raise Unavailable(f"a Router couldn't be told: {error!r}") from None
 
-    async def set_adapter(self, name: str, place: tuple[str, str] | None) -> None:
-        """What another Router was asked."""
-        if place is None:
-            self.adapters.pop(name, None)
-        else:
-            self.adapters[name] = place
+    async def set_adapters(self, changes: Mapping[str, AdapterChange]) -> None:
+        """What another Router was asked. Of two changes of a name the later one counts, whichever is heard of first."""
+        for name, (when, place) in changes.items():
+            if when >= self._adapter_changes.get(name, (0.0, None))[0]:
+                self._adapter_changes[name] = when, place
+                self.adapters.pop(name, None)
+                if place is not None:
+                    self.adapters[name] = place
 
-    async def own_adapters(self) -> dict[str, tuple[str, str]]:
+    async def adapter_changes(self) -> dict[str, AdapterChange]:
         """For a Router that starts later: a replica may have been started later too, or have made room for others."""
-        return self.adapters
+        return self._adapter_changes
+
+    @property
+    def _fitting(self) -> list[str]:
+        return [name for name, link in self._links.items() if link.fits]
+
+    async def settled(self) -> None:
+        """Returns when a replica serves what this Router does, or when, after a while, none serves anything else."""
+        deadline = time.monotonic() + self.config.heartbeat_timeout
+        while not self.description and (time.monotonic() < deadline or self._links):
+            await asyncio.sleep(0.1)
 
     @property
     def ready(self) -> bool:
@@ -571,30 +594,47 @@ class Router:
 
     async def _join(self) -> None:
         membership = Membership(self._set_replicas)
-        while not self.description:
+        await self._ask_others()  # at once: those of an older version go when this one is there
+        while True:
             try:
-                description = await self.engines.attach(membership)
-                self.max_model_len = description["max_model_len"]
-                self.sampling_defaults = description.get("sampling_defaults", {})
-                self._placement = Placement(description["page_size"], self._batch_size, self.adapters)
-                self.adapters |= description["adapters"]
-                for adapters in await self._others_adapters():
-                    self.adapters |= adapters
-                self.description = description
-                self.usable.set()
+                await self.engines.attach(membership)
+                break
             except Exception:
-                logger.exception("no replica could be asked what it runs; asking again")
+                logger.exception("Serve told of no replica; asking again")
                 await asyncio.sleep(1.0)
+        await asyncio.sleep(5.0)  # until Serve has told the others of this one
+        await self._ask_others()
 
-    async def _others_adapters(self) -> list[dict[str, tuple[str, str]]]:
+    async def _ask_others(self) -> None:
         for _ in range(3):
             try:
-                return await self.engines.broadcast("own_adapters", timeout=1)
+                for changes in await self.engines.broadcast("adapter_changes", timeout=1):
+                    await self.set_adapters(changes)
+                return
             except DeploymentUnavailableError:  # there is no other
-                break
+                return
             except Exception:  # one of them is late, or has just died
                 await asyncio.sleep(0.1)
-        return []
+
+    def learn(self, description: Mapping[str, Any]) -> bool:
+        """What a replica says it serves; whether token ids mean there what they mean here.
+
+        While versions change, one of another version is believed until one of this Router's own has spoken.
+        """
+        if description["meaning"] != self.config.meaning:
+            return False
+        if not self.description or self.config.version == description["version"] != self.description["version"]:
+            self.max_model_len = description["max_model_len"]
+            self.sampling_defaults = description.get("sampling_defaults", {})
+            self._placement = Placement(description["page_size"], self._batch_size, self.adapters)
+            self.description = dict(description)
+            self.usable.set()
+        for name, place in description["adapters"].items():
+            if self.adapters.get(name, ("", ""))[0] == place[0]:
+                self.adapters[name] = place
+            elif name not in {**description["configured_adapters"], **self.adapters, **self._adapter_changes}:
+                self._adapter_changes[name], self.adapters[name] = (0.0, place), place
+        return True
 
     def _set_replicas(self, replicas: Mapping[str, bool]) -> None:
         for replica_id in self._links.keys() - replicas.keys():

@@ -7,6 +7,7 @@ Options come from explicit arguments (flags of `llm-serve`, `args` of a Serve co
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import ipaddress
 import math
@@ -204,6 +205,17 @@ class ServingConfig(BaseSettings):
         except SettingsError as error:  # which has the option's name in its text alone
             name = str(error).split('"')[1].upper()
             raise ConfigError(f"{ENV_PREFIX}{name}: lists and maps are JSON in the environment") from None
+
+    @property
+    def meaning(self) -> str:
+        """The same where token ids mean the same: what a Router's text becomes, an engine can read."""
+        return repr((self.model, self.revision, self.tokenizer, self.model_class))
+
+    @property
+    def version(self) -> str:
+        """The same in Routers and replicas that were deployed together, and in no others."""
+        options = self.model_dump(exclude={"api_key", "api_keys"})
+        return hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=8).hexdigest()
 
     def adapter_paths(self) -> dict[str, str]:
         """Folder by name, of `adapters`. Raises ValueError."""

@@ -354,13 +354,13 @@ class ContinuousBatchingEngine:
         self._live[request_id] = sequence
         self._counters.prompt_tokens += sequence.prompt_len
 
-    def load_adapter(self, name: str, path: str | Path) -> str:
+    def load_adapter(self, name: str, path: str | Path, replace: bool = False) -> str:
         """Let requests name the adapter of a PEFT folder; returns its key, which is part of its prefixes'.
 
-        The least recently used makes room where `max_adapters` are loaded. Raises ValueError for a name that is taken
-        and for files that don't fit the model.
+        The least recently used makes room where `max_adapters` are loaded. Raises ValueError for a name that is taken,
+        unless by what is to be replaced, and for files that don't fit the model.
         """
-        return self._adapter_set(name).load(name, path).key
+        return self._adapter_set(name).load(name, path, replace).key
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter; those that have it keep it. Raises ValueError if it isn't loaded."""

@@ -351,8 +351,10 @@ class BatchedBackend(GenerationBackend):
         events = self._events[tag] = deque()
         reader = _reader(self.tokenizer, request)
         result: GenerationResult | None = None
+        added = False
         try:
             self.engine.add_request(request.model_copy(update={"stop": []}), tag=tag)
+            added = True
             while result is None:
                 while not events:
                     self.engine.step()
@@ -366,7 +368,7 @@ class BatchedBackend(GenerationBackend):
                         self.engine.abort(request.request_id)
         finally:
             del self._events[tag]
-            if result is None and self.engine.abort(request.request_id):
+            if added and result is None and self.engine.abort(request.request_id):
                 self.engine.step()
         if reader is not None and (rest := _conclude(reader, request, result)):
             yield rest

@@ -46,7 +46,7 @@ async function call(path, options = {}) {
   try {
     message = (await response.json()).error.message;
   } catch { /* not ours: a proxy's page */ }
-  throw new ServerError(`${message[0].toUpperCase()}${message.slice(1)}`);
+  throw Object.assign(new ServerError(`${message[0].toUpperCase()}${message.slice(1)}`), { status: response.status });
 }
 
 function setUpKey(start) {

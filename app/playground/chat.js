@@ -1,25 +1,39 @@
 "use strict";
 
 const settings = $("settings").elements;
-const conversation = JSON.parse(sessionStorage.getItem("conversation") ?? "[]");
+/** What this tab has kept. An older page, or another one of this address, may have kept something else there. */
+function kept(name, fits) {
+  try {
+    const value = JSON.parse(sessionStorage.getItem(name));
+    if (fits(value)) return value;
+  } catch { /* not even JSON */ }
+  return null;
+}
+
+const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
+const conversation = kept("conversation", (all) => Array.isArray(all) && all.every(isMessage)) ?? [];
 let running = null;  // the AbortController of the answer on its way
 
 function view() {
   return $("settings").elements.view.value;
 }
 
+/** Keeps what was said. The message that is being answered is kept apart: a reload gives it back to write on. */
 function keep() {
-  sessionStorage.setItem("conversation", JSON.stringify(conversation));
+  const open = running ? conversation.at(-1)?.content ?? "" : "";
+  sessionStorage.setItem("conversation", JSON.stringify(running ? conversation.slice(0, -1) : conversation));
+  sessionStorage.setItem("open", open);
   const values = [...new FormData($("settings"))].filter(([name]) => name !== "model");
   sessionStorage.setItem("settings", JSON.stringify(Object.fromEntries(values)));
 }
 
 function restore() {
-  for (const [name, value] of Object.entries(JSON.parse(sessionStorage.getItem("settings") ?? "{}"))) {
-    settings[name].value = value;
+  for (const [name, value] of Object.entries(kept("settings", (all) => all?.constructor === Object) ?? {})) {
+    if (settings[name]) settings[name].value = value;
   }
   document.body.dataset.view = view();
   for (const { role, content } of conversation) addMessage(role).append(content);
+  $("prompt").value ||= sessionStorage.getItem("open") ?? "";
 }
 
 /** Adds an article to the conversation and returns the place of its text. */
@@ -56,7 +70,9 @@ async function* events(response) {
 
 async function listModels(options) {
   const { data } = await (await call("v1/models", options)).json();
+  const chosen = settings.model.value;
   settings.model.replaceChildren(...data.map(({ id }) => make("option", { value: id, textContent: id })));
+  if (data.some(({ id }) => id === chosen)) settings.model.value = chosen;
 }
 
 function body(messages) {
@@ -151,11 +167,13 @@ function percent(p) {
 async function send(prompt) {
   $("error").textContent = "";
   addMessage("user").append(prompt);
-  conversation.push({ role: "user", content: prompt });
+  const said = { role: "user", content: prompt };
+  conversation.push(said);
   const system = settings.system.value.trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation];
   const answer = new Answer();
   running = new AbortController();
+  keep();
   $("send").disabled = true;
   $("stop").disabled = false;
   $("status").textContent = "The model answers.";
@@ -172,11 +190,13 @@ async function send(prompt) {
     if (failure.name !== "AbortError") {
       if (!(failure instanceof ServerError)) console.error(failure);
       error = failure.message;
+      if (failure.status === 404) await listModels().catch(() => {});  // the server serves others now
     }
   }
   running = null;
   $("send").disabled = false;
   $("stop").disabled = true;
+  if (conversation.at(-1) !== said) return;  // a new chat was begun meanwhile
   if (error && !answer.first) {  // nothing was said: the message goes back to where it came from
     $("messages").lastChild.remove();
     $("messages").lastChild.remove();

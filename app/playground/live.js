@@ -3,6 +3,7 @@
 const SECONDS = 2;
 let before = null;
 let timer = null;
+let turn = null;  // of the reading that goes on; one that was begun before shows nothing any more
 
 /** Prometheus text: {metric: {replica: value}}, the samples of one replica added up. */
 function parse(text) {
@@ -47,7 +48,10 @@ class Reading {
   }
 
   grown(name, replica) {
-    return before ? Math.max(0, this.sum(name, replica) - before.sum(name, replica)) : NaN;
+    if (!before) return NaN;
+    const names = replica === undefined ? Object.keys(this.metrics[name] ?? {}) : [replica];
+    const grown = (each) => Math.max(0, this.sum(name, each) - before.sum(name, each));
+    return names.map(grown).reduce((a, b) => a + (Number.isFinite(b) || replica !== undefined ? b : 0), 0);
   }
 
   rate(name, replica) {
@@ -94,13 +98,16 @@ function show(reading) {
 
 async function start() {
   clearTimeout(timer);
+  const mine = (turn = {});
   try {
     const [metrics, health] = await Promise.all([call("metrics"), call("health", { any: true })]);
     const reading = new Reading(parse(await metrics.text()), await health.json(), performance.now());
+    if (mine !== turn) return;
     show(reading);
     before = reading;
     $("error").textContent = "";
   } catch (error) {
+    if (mine !== turn) return;
     if (!(error instanceof ServerError)) console.error(error);
     $("error").textContent = error.message;
     if (!$("key-form").hidden) return;

@@ -120,7 +120,8 @@ def _read(file: Path, config: dict[str, Any], model: DecoderModel) -> dict[tuple
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != (out, into):
             raise ValueError(f"{where}: A {list(a.shape)} and B {list(b.shape)} don't fit a linear of {into} to {out}")
         b = b.float() * _scale(config, f"model.{where}", a.shape[0])
-        weights[layer, target] = (a.to(model.device, model.dtype), b.to(model.device, model.dtype))
+        # A copy: `a` is a view of the file, which may be written over while the adapter is served.
+        weights[layer, target] = (a.to(model.device, model.dtype, copy=True), b.to(model.device, model.dtype))
     return weights
 
 
@@ -263,10 +264,10 @@ class AdapterSet:
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
         self._lock = threading.Lock()
 
-    def load(self, name: str, path: str | Path) -> Adapter:
+    def load(self, name: str, path: str | Path, replace: bool = False) -> Adapter:
         adapter = load_adapter(path, self.model, name)
         with self._lock:
-            if name in self._loaded:
+            if name in self._loaded and not replace:
                 raise ValueError(f"adapter {name!r} is loaded already")
             self._loaded[name] = adapter
             while len(self._loaded) > self.limit:

@@ -138,7 +138,7 @@ class LocalEngines:
 
     config: ServingConfig
     replicas: dict[str, EngineReplica] = field(default_factory=dict)
-    membership: Membership | None = None
+    memberships: list[Membership] = field(default_factory=list)  # one of each Router
     frozen: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
     routers: list[Any] = field(default_factory=list)
@@ -159,8 +159,8 @@ class LocalEngines:
 
     def leave(self, name: str) -> None:
         """As at a scale-down: out of the set, but still running what it has."""
-        assert self.membership is not None
-        self.membership.publish(dict.fromkeys(self.replicas.keys() - {name}, True))
+        for membership in self.memberships:
+            membership.publish(dict.fromkeys(self.replicas.keys() - {name}, True))
 
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
@@ -170,11 +170,11 @@ class LocalEngines:
         self._publish()
 
     def _publish(self) -> None:
-        if self.membership is not None:
-            self.membership.publish(dict.fromkeys(self.replicas, True))
+        for membership in self.memberships:
+            membership.publish(dict.fromkeys(self.replicas, True))
 
     async def attach(self, membership: Membership) -> dict[str, Any]:
-        self.membership = membership
+        self.memberships.append(membership)
         while not self.replicas:
             await asyncio.sleep(0.01)
         self._publish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -135,12 +136,30 @@ async def test_a_load_that_fails_leaves_what_is_served(server: Server, adapters:
     assert await server.text("poet") == poet
 
 
+async def test_a_load_reads_the_folder_as_it_is(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    shutil.copytree(adapters["poet"], folder)
+    body = {"lora_name": "live", "lora_path": str(folder)}
+    await server.change("load", body)
+    poet = await server.text("live")
+    new = (adapters["judge"] / "adapter_model.safetensors").read_bytes()
+    with (folder / "adapter_model.safetensors").open("r+b") as file:  # over what may be mapped into memory
+        file.write(new)
+    assert {await server.text("live") for _ in range(8)} == {poet}
+    await server.change("load", body)
+    judge = await server.text("live")
+    assert judge != poet and {await server.text("live") for _ in range(8)} == {judge}
+    (folder / "adapter_model.safetensors").write_bytes(new[:100])
+    assert (await server.change("load", body))[0] == 400
+    assert await server.text("live") == judge
+
+
 async def test_a_client_that_leaves_during_a_load_harms_nobody(server: Server, adapters: dict[str, Path]) -> None:
     engine, load = server.engine("r1"), server.engine("r1").load_adapter
 
-    def slowly(*args: Any) -> str:
+    def slowly(*args: Any, **options: Any) -> str:
         time.sleep(0.3)
-        return load(*args)
+        return load(*args, **options)
 
     await server.change("load", {"lora_name": "poet", "lora_path": str(adapters["poet"])})
     poet = await server.text("poet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -220,8 +221,6 @@ def test_send_stream_and_reload(page: Page) -> None:
 @browser_test
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_stop(page: Page, how: str) -> None:
-    import asyncio
-
     router = ScriptedRouter()
     router.gate, router.free_tokens = asyncio.Event(), 11
     with served(router) as url:
@@ -241,6 +240,78 @@ def test_stop(page: Page, how: str) -> None:
 
 
 @browser_test
+def test_a_new_chat_has_nothing_of_an_answer_that_was_on_its_way(page: Page) -> None:
+    router = ScriptedRouter()
+    router.gate, router.free_tokens = asyncio.Event(), 11
+    with served(router) as url:
+        page.goto(url)
+        ask(page, "first")
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER[:11])
+        page.get_by_role("button", name="New chat").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        assert answers(page) == []
+        router.free_tokens = 1000
+        ask(page, "second")
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+        assert router.requests[-1].prompt_ids == router.tokenizer.encode_chat([{"role": "user", "content": "second"}])
+
+
+@browser_test
+def test_a_reload_during_an_answer_gives_the_message_back(page: Page) -> None:
+    router = ScriptedRouter()
+    router.gate, router.free_tokens = asyncio.Event(), 11
+    with served(router) as url:
+        page.goto(url)
+        ask(page, "a long question")
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER[:11])
+        page.get_by_label("by probability").check()
+        page.reload()
+        expect(page.get_by_label("Message")).to_have_value("a long question")
+        assert page.locator("article").count() == 0
+        router.free_tokens = 1000
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+        page.reload()
+        expect(page.get_by_label("Message")).to_have_value("")
+        assert answers(page) == [ANSWER]
+
+
+@browser_test
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("settings", '{"penalty": "1"}'),
+        ("settings", "null"),
+        *(("conversation", value) for value in ("{}", "not JSON", "null", '["hi"]')),
+    ],
+)
+def test_what_another_page_has_kept_does_no_harm(page: Page, name: str, value: str) -> None:
+    with served(ScriptedRouter()) as url:
+        page.goto(url)
+        page.evaluate("([name, value]) => sessionStorage.setItem(name, value)", [name, value])
+        page.reload()
+        ask(page, "x")
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+
+
+@browser_test
+def test_models_that_have_changed_are_listed_anew(page: Page) -> None:
+    router = ScriptedRouter()
+    with served(router) as url:
+        page.goto(url)
+        model = page.get_by_label("Model")
+        expect(model).to_have_value("Tiny")
+        router.config = router.config.model_copy(update={"served_model_name": "large", "model_aliases": []})
+        ask(page, "x")
+        expect(page.get_by_role("alert")).to_contain_text("No such model: Tiny")
+        expect_status(page, 404)
+        expect(model).to_have_value("large")
+        expect(page.get_by_label("Message")).to_have_value("x")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+
+
+@browser_test
 def test_who_is_faster_than_the_list_of_models_loses_nothing(page: Page) -> None:
     held: list[Route] = []
     with served(ScriptedRouter()) as url:
@@ -250,9 +321,14 @@ def test_who_is_faster_than_the_list_of_models_loses_nothing(page: Page) -> None
         ask(page, "x")
         page.get_by_label("System prompt").focus()
         await_that(page, lambda: len(held) == 2)  # the page's own, and the message's
-        for route in held:
-            route.continue_()
+        held[1].continue_()
         expect(page.locator("article.assistant .text")).to_have_text(ANSWER)
+        page.get_by_label("Model").select_option("org/tiny")
+        page.get_by_label("System prompt").focus()
+        with page.expect_response("**/v1/models"):
+            held[0].continue_()
+        page.wait_for_timeout(100)
+        expect(page.get_by_label("Model")).to_have_value("org/tiny")
         expect(page.get_by_label("System prompt")).to_be_focused()
 
 
