@@ -122,8 +122,8 @@ def _supervise(serve: Callable[[], int]) -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left)
-    failed = os.waitstatus_to_exitcode(result) != 0
-    return 130 if failed and received else int(failed)
+    status = os.waitstatus_to_exitcode(result)
+    return 130 if status and received else max(status, int(status < 0))
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h

@@ -296,7 +296,7 @@ class ReplicaLink:
     """One replica as this Router sees it: its pump, its load, and the attempts that are there.
 
     load: requests running or waiting there; waiting_tokens: of those that wait; free_pages: held by no sequence;
-    is_local: on this process's node; fits: token ids mean there what they mean here, as far as is known.
+    is_local: on this process's node; is_foreign: token ids have another meaning there.
     """
 
     def __init__(self, router: Router, replica_id: str, is_local: bool) -> None:
@@ -304,7 +304,7 @@ class ReplicaLink:
         self.is_local = is_local
         self.attempts: dict[int, tuple[TextGeneration, asyncio.Task[Any]]] = {}
         self.leaving = False
-        self.fits = False
+        self.is_foreign = False
         self.is_open = False
         self.step_age = 0.0
         self.waiting_tokens = 0
@@ -334,7 +334,7 @@ class ReplicaLink:
 
     @property
     def is_usable(self) -> bool:
-        return self.fits and self.is_open and not self.leaving and not self.is_stuck
+        return self.is_open and not self.leaving and not self.is_stuck
 
     def new_tag(self) -> int:
         return self._key << TAG_BITS | next(self._counter)
@@ -350,8 +350,9 @@ class ReplicaLink:
             self._key = random.getrandbits(KEY_BITS)
             self._counter = itertools.count()
             try:
-                self.fits = self._router.learn(await self._router.engines.call(self.replica_id, "describe"))
-                if not self.fits:
+                description = await self._router.engines.call(self.replica_id, "describe")
+                self.is_foreign = not self._router.learn(description)
+                if self.is_foreign:
                     logger.info("%s runs another model than this Router's: it is left alone", self.replica_id)
                     return
                 async for message in self._router.engines.pump(self.replica_id, self._key):
@@ -422,7 +423,7 @@ class Router:
         if name in self.model_names and self.adapters.get(name, ("", ""))[0] != path:
             raise ValueError(f"{name} is the name of another model")
         keys = await asyncio.gather(
-            *(self.engines.call(replica, "load_adapter", name, path) for replica in self._fitting),
+            *(self.engines.call(replica, "load_adapter", name, path) for replica in self._own),
             return_exceptions=True,
         )
         for error in keys:
@@ -437,7 +438,7 @@ class Router:
     async def unload_adapter(self, name: str) -> None:
         """Requests that run with it go on."""
         await self._tell_routers(name, None)
-        calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._fitting]
+        calls = [self.engines.call(replica, "unload_adapter", name) for replica in self._own]
         await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
 
     async def _tell_routers(self, name: str, place: tuple[str, str] | None) -> None:
@@ -460,8 +461,9 @@ class Router:
         return self._adapter_changes
 
     @property
-    def _fitting(self) -> list[str]:
-        return [name for name, link in self._links.items() if link.fits]
+    def _own(self) -> list[str]:
+        """The replicas of this Router's model, as far as is known."""
+        return [name for name, link in self._links.items() if not link.is_foreign]
 
     async def settled(self) -> None:
         """Returns when a replica serves what this Router does, or when, after a while, none serves anything else."""
@@ -489,7 +491,7 @@ class Router:
                 f"prompt of {length} tokens and max_new_tokens {request.max_new_tokens} together exceed "
                 f"the context of {self.max_model_len} tokens"
             )
-        places = max(1, len(self._links)) * (self._batch_size + self.config.max_queued_requests)
+        places = max(1, len(self._own)) * (self._batch_size + self.config.max_queued_requests)
         if len(self._live) >= places:
             raise self._overloaded()
         if request.seed is None:
@@ -558,7 +560,7 @@ class Router:
     async def place(self, generation: TextGeneration, full: set[str]) -> ReplicaLink | None:
         """A usable replica outside of `full`; waits for one when there is none. None for who needs none any more.
 
-        Without end while Serve has one that runs, which may be slow to connect or be replaced: that one's end is
+        Without end while Serve has one of this model, which may be slow to connect or be replaced: that one's end is
         Serve's to find. Without any, Unavailable after heartbeat_timeout, unless a replica was lost on the way.
         """
         while not generation.needs_no_more:
@@ -575,7 +577,7 @@ class Router:
                 async with asyncio.timeout(self.config.heartbeat_timeout):
                     await self._wait_usable()
             except TimeoutError:
-                if not self._links and generation.attempt == generation.request.attempt:
+                if not self._own and generation.attempt == generation.request.attempt:
                     raise Unavailable("no replica is ready") from None
         return None
 

@@ -16,8 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.models.publisher import save_pretrained
 from tests.app.dummy import write_adapter
 from tests.e2e.conftest import Deployed, wait_until
+from tests.engine.made_tokenizers import byte_level_tokenizer
+from tests.engine.oracle import tiny_model
 
 TURNS, TALKS, NEW, OUT = 5, 6, 64, 16
 
@@ -163,3 +166,40 @@ async def test_a_router_that_starts_later_knows_the_adapters(deploy: Callable[..
             f"{app.url}/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 2}, **options
         )
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.timeout(600)
+async def test_models_are_not_mixed_while_one_takes_the_place_of_another(
+    deploy: Callable[..., Deployed], tmp_path: Path
+) -> None:
+    """A Router's token ids are its own model's: the other's replicas would read something else."""
+    for seed, name in enumerate(("old", "new")):
+        save_pretrained(tiny_model(seed, vocab_size=402, max_seq_len=128), tmp_path / name, byte_level_tokenizer())
+    app = deploy(num_replicas=2, model=str(tmp_path / "old"))
+    said: Counter[tuple[str, str]] = Counter()
+    over = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient) -> tuple[str, str]:
+        body = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        answer = await client.post(f"{app.url}/v1/completions", json=body, headers={"Connection": "close"})
+        if answer.status_code != 200:
+            return str(answer.status_code), answer.text
+        return answer.json()["model"], answer.json()["choices"][0]["text"]
+
+    async def ask_on(client: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            said[await ask(client)] += 1
+
+    async with clients() as client:
+        old = await ask(client)
+        asking = [asyncio.create_task(ask_on(client)) for _ in range(4)]
+        before = set(app.pids())
+        app.options["model"] = str(tmp_path / "new")
+        await asyncio.to_thread(app.cluster.call, "deploy", options=app.options, wait=True)
+        await asyncio.to_thread(wait_until, lambda: not before & set(app.pids()))
+        over.set()
+        await asyncio.gather(*asking)
+        new = await ask(client)
+    assert (old[0], new[0]) == ("old", "new") and old[1] != new[1]
+    refused = {each for each in said if each[0] == "503"}  # who came too late for the old ones, and too early
+    assert said.keys() - refused <= {old, new}, said

@@ -66,12 +66,14 @@ async def read(client: httpx.AsyncClient, url: str, seed: int, started: asyncio.
     return text, usage
 
 
-async def disturbed(app: Deployed, streams: int, disturb: Callable[[], None]) -> list[tuple[str, dict]]:
-    """All streams, with `disturb` called when every one has begun."""
+async def disturbed(
+    app: Deployed, streams: int, disturb: Callable[[], None], begun: int | None = None
+) -> list[tuple[str, dict]]:
+    """All streams, with `disturb` called when so many, or all, have begun."""
     started = asyncio.Semaphore(0)
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         tasks = [asyncio.create_task(read(client, app.url, seed, started)) for seed in range(streams)]
-        for _ in range(streams):
+        for _ in range(begun or streams):
             await started.acquire()
         await asyncio.to_thread(disturb)
         return await asyncio.gather(*tasks)
@@ -92,7 +94,7 @@ def failovers(app: Deployed) -> float:
 async def test_kill_9(deploy: Callable[..., Deployed], reference: list[str]) -> None:
     app = deploy(num_replicas=2, max_batch_size=16, max_model_len=CONTEXT)
     killed, other = app.pids()
-    check(await disturbed(app, STREAMS, lambda: os.kill(killed, signal.SIGKILL)), reference)
+    check(await disturbed(app, STREAMS, lambda: os.kill(killed, signal.SIGKILL), STREAMS // 4), reference)
     assert failovers(app) > 0
     assert other in app.pids()
 
@@ -101,7 +103,7 @@ async def test_stopped_and_continued(deploy: Callable[..., Deployed], reference:
     app = deploy(num_replicas=2, max_batch_size=16, max_model_len=CONTEXT, heartbeat_timeout=2)
     stopped = app.pids()[0]
     try:
-        check(await disturbed(app, STREAMS, lambda: os.kill(stopped, signal.SIGSTOP)), reference)
+        check(await disturbed(app, STREAMS, lambda: os.kill(stopped, signal.SIGSTOP), STREAMS // 4), reference)
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert failovers(app) > 0

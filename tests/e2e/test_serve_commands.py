@@ -140,6 +140,10 @@ def test_llm_serve_joins_and_leaves_the_rest_alone(head: Head) -> None:
         wait_until(lambda: "llm-serve: ready" in log.read_text() or process.poll() is not None, 120, log.read_text)
         assert f"llm-serve: ready: dummy at http://127.0.0.1:{port}/v1" in log.read_text()
         assert complete(port)
+        second = subprocess.run(command, env=head.environment, capture_output=True, text=True, timeout=300, check=False)
+        assert second.returncode == 2, second.stderr
+        assert "there is an application pilotfish in that cluster already" in second.stderr
+        assert complete(port)
         process.terminate()
         assert process.wait(120) == 0
     finally:
