@@ -116,6 +116,12 @@ def test_deploy_and_run(head: Head) -> None:
     assert "host 0.0.0.0 is reachable from other machines and no api_key is set" in head.status()["message"]
     assert head.command("serve", "shutdown", "-y", "-a", head.dashboard).returncode == 0
 
+    # `serve run` builds before it starts Serve, which Ray has listen everywhere with HAProxy
+    command = ("serve", "run", "--non-blocking", "--address", head.address, "--name", "pilotfish", "app.main:build")
+    done = head.command(*command, "model=dummy")
+    assert "Failed to update the deployments ['Router']" in done.stderr, done.stderr  # which would be open, keyless
+    assert head.command("serve", "shutdown", "-y", "-a", head.dashboard).returncode == 0
+
     [port] = free_ports(1)
     config = head.config(port)
     done = head.command("serve", "deploy", config, "-a", head.dashboard)

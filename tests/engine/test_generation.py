@@ -265,6 +265,19 @@ def test_order_through_a_small_queue(model: DecoderModel, tokenizer: SimpleChara
     assert small.result(requests[0].request_id) is not None
 
 
+def test_a_stream_with_an_id_in_use_is_refused_and_harms_nobody(
+    model: DecoderModel, tokenizer: SimpleCharacterTokenizer
+) -> None:
+    backend = BatchedBackend(model, tokenizer)
+    request = GenerationRequest(request_id="a", prompt="abc", max_new_tokens=20, temperature=0, ignore_eos=True)
+    whole = backend.generate(request).text
+    stream = backend.stream(request)
+    text = next(stream)
+    with pytest.raises(ValueError, match="'a'"):
+        next(backend.stream(request))
+    assert text + "".join(stream) == whole
+
+
 def test_streams_interleave_and_can_be_left(model: DecoderModel, tokenizer: SimpleCharacterTokenizer) -> None:
     backend = BatchedBackend(model, tokenizer)
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0}
