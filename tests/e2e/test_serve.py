@@ -97,15 +97,15 @@ async def test_a_client_that_leaves_frees_its_sequence(deploy: Callable[..., Dep
 
 def test_a_reader_that_stops_holds_nobody_back_and_is_cut_off(deploy: Callable[..., Deployed]) -> None:
     """After app.ingress.WRITE_SECONDS, once what the sockets and HAProxy hold is full."""
-    app = deploy(max_batch_size=16, max_model_len=2048)
+    app = deploy(max_batch_size=16, max_model_len=8192)
 
     def ask() -> str:
         answer = httpx.post(f"{app.url}/v1/completions", json={**body(1, 20), "stream": False}, timeout=60)
         return str(answer.json()["choices"][0]["text"])
 
     expected = ask()
-    request = {"messages": [{"role": "user", "content": "much"}], "max_tokens": 1500, "n": 8, "ignore_eos": True}
-    data = json.dumps({**request, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()  # some 28 MB
+    request = {"messages": [{"role": "user", "content": "much"}], "max_tokens": 5000, "n": 8, "ignore_eos": True}
+    data = json.dumps({**request, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()  # 90 MB, a socket may hold 32
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -120,7 +120,7 @@ def test_a_reader_that_stops_holds_nobody_back_and_is_cut_off(deploy: Callable[.
             cut = 'route="/v1/chat/completions",status="499"'
             return any(line.startswith("llm_http_requests_total") and cut in line for line in page)
 
-        wait_until(is_cut_off, 150)
+        wait_until(is_cut_off, describe=lambda: httpx.get(f"{app.url}/metrics", timeout=60).text)
         reader.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             while part := reader.recv(1 << 20):
