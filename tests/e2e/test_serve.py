@@ -105,7 +105,8 @@ def test_a_reader_that_stops_holds_nobody_back_and_is_cut_off(deploy: Callable[.
 
     expected = ask()
     request = {"messages": [{"role": "user", "content": "much"}], "max_tokens": 5000, "n": 8, "ignore_eos": True}
-    data = json.dumps({**request, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()  # 90 MB, a socket may hold 32
+    # some 90 MB, of which sockets may hold 40
+    data = json.dumps({**request, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
