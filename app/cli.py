@@ -41,8 +41,9 @@ APP_NAME = "pilotfish"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, 130 if a
-    signal ended it without a drain: one during the start, a second one, or one that Ray got as well."""
+    """Exit status: 0 after a drain, 1 if the deployment failed or Ray ended, 2 for bad options or files, or where an
+    application has our name, 130 if a signal ended it without a drain: one during the start, a second one, or one that
+    Ray got as well."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     address = options.pop("address", None)
     try:
@@ -318,8 +319,10 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             if address is None:
                 _check_port(config.host, config.port)  # taken since we looked
             raise
-        if _deployments():
-            raise ConfigError(f"--address: there is an application {APP_NAME} in that cluster already")
+        if APP_NAME in serve.status().applications:
+            raise ConfigError(
+                f"--address: there is an application {APP_NAME} in that cluster already: serve delete {APP_NAME} ends it"
+            )
         if _deploy(build_app(config), stop):
             _print_config()
             ready.set()

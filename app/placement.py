@@ -144,9 +144,9 @@ class Engines:
         self._handle = engines.options(request_serialization="pickle", response_serialization="pickle")
         self._routers = routers
 
-    async def attach(self, membership: Membership) -> dict[str, Any]:
-        """Waits for a first replica; returns its description. `membership` hears of every change from here on."""
-        return await _detached(self._await(self._handle.options(method_name="describe"), membership))
+    async def attach(self, membership: Membership) -> None:
+        """Waits for a first replica. `membership` hears of every change from here on."""
+        await _detached(self._await(self._handle.options(method_name="describe"), membership))
 
     async def pump(self, replica_id: str, key: int) -> AsyncIterator[PumpMessage]:
         """The tokens of all this Router's requests on one replica, until the consumer closes the iterator."""

@@ -442,23 +442,35 @@ class Router:
         await asyncio.gather(*calls, return_exceptions=True)  # one that doesn't answer is asked by nobody either
 
     async def _tell_routers(self, name: str, place: tuple[str, str] | None) -> None:
+        before = self._adapter_changes.get(name, (0.0, None))[0]
+        when = max(time.time(), math.nextafter(before, math.inf))  # later than what it follows, whose clock may be fast
         try:
-            await self.engines.broadcast("set_adapters", {name: (time.time(), place)})
+            await self.engines.broadcast(
+                "set_adapters", {name: (when, place)}, self.config.meaning, self.config.version
+            )
         except Exception as error:
             raise Unavailable(f"a Router couldn't be told: {error!r}") from None
 
-    async def set_adapters(self, changes: Mapping[str, AdapterChange]) -> None:
-        """What another Router was asked. Of two changes of a name the later one counts, whichever is heard of first."""
+    async def set_adapters(self, changes: Mapping[str, AdapterChange], meaning: str, version: str) -> None:
+        """What another Router was asked, which may be of another model, or of a version that configures others.
+
+        Of two changes of a name the later one counts, whichever is heard of first.
+        """
+        if meaning != self.config.meaning or not self.config.adapter_limit:
+            return
+        own = {} if version == self.config.version else self.config.adapter_paths()
         for name, (when, place) in changes.items():
+            if name in own or name in self.config.model_names():
+                continue
             if when >= self._adapter_changes.get(name, (0.0, None))[0]:
                 self._adapter_changes[name] = when, place
                 self.adapters.pop(name, None)
                 if place is not None:
                     self.adapters[name] = place
 
-    async def adapter_changes(self) -> dict[str, AdapterChange]:
+    async def adapter_changes(self) -> tuple[dict[str, AdapterChange], str, str]:
         """For a Router that starts later: a replica may have been started later too, or have made room for others."""
-        return self._adapter_changes
+        return self._adapter_changes, self.config.meaning, self.config.version
 
     @property
     def _own(self) -> list[str]:
@@ -466,9 +478,11 @@ class Router:
         return [name for name, link in self._links.items() if not link.is_foreign]
 
     async def settled(self) -> None:
-        """Returns when a replica serves what this Router does, or when, after a while, none serves anything else."""
-        deadline = time.monotonic() + self.config.heartbeat_timeout
-        while not self.description and (time.monotonic() < deadline or self._links):
+        """Returns when a replica serves what this Router does, or when, after a while, none serves another model."""
+        deadline = time.monotonic() + max(self.config.heartbeat_timeout, 10.0)
+        while not self.description:
+            if time.monotonic() > deadline and not any(link.is_foreign for link in self._links.values()):
+                break
             await asyncio.sleep(0.1)
 
     @property
@@ -604,14 +618,15 @@ class Router:
             except Exception:
                 logger.exception("Serve told of no replica; asking again")
                 await asyncio.sleep(1.0)
+        await self.settled()
         await asyncio.sleep(5.0)  # until Serve has told the others of this one
         await self._ask_others()
 
     async def _ask_others(self) -> None:
         for _ in range(3):
             try:
-                for changes in await self.engines.broadcast("adapter_changes", timeout=1):
-                    await self.set_adapters(changes)
+                for answer in await self.engines.broadcast("adapter_changes", timeout=1):
+                    await self.set_adapters(*answer)
                 return
             except DeploymentUnavailableError:  # there is no other
                 return
@@ -634,7 +649,11 @@ class Router:
         for name, place in description["adapters"].items():
             if self.adapters.get(name, ("", ""))[0] == place[0]:
                 self.adapters[name] = place
-            elif name not in {**description["configured_adapters"], **self.adapters, **self._adapter_changes}:
+            elif self.config.adapter_limit and name not in {
+                **description["configured_adapters"],
+                **self.adapters,
+                **self._adapter_changes,
+            }:
                 self._adapter_changes[name], self.adapters[name] = (0.0, place), place
         return True
 

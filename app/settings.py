@@ -213,7 +213,7 @@ class ServingConfig(BaseSettings):
 
     @property
     def version(self) -> str:
-        """The same in Routers and replicas that were deployed together, and in no others."""
+        """The same in Routers and replicas that were deployed together, and in no others but for their keys."""
         options = self.model_dump(exclude={"api_key", "api_keys"})
         return hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=8).hexdigest()
 

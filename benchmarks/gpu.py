@@ -236,12 +236,20 @@ def correctness(args: argparse.Namespace, device: Any) -> bool:
     rows = torch.arange(64, device=device)
     temperatures = torch.where(rows % 2 == 0, 1.0, 1e-30)
     noise = gumbel_noise(rows, rows + 9, torch.arange(scores.shape[1], dtype=torch.int32, device=device)[None])
-    drawn, twentieth = (rows % 2 == 0)[:, None], scores.topk(20).values[:, -1:]
-    for name, top_k, lowest in (("all", 0, float("-inf")), ("the 20 best", 20, twentieth)):
-        filters = (torch.full_like(rows, top_k), torch.ones_like(temperatures), torch.full_like(temperatures, -100.0))
+    drawn, ordered = (rows % 2 == 0)[:, None], scores.sort(1, descending=True).values
+    nucleus = (ordered.softmax(1).cumsum(1) < 0.3).sum(1, keepdim=True)
+    for name, top_k, top_p, log_min_p, lowest in (
+        ("all", 0, 1.0, -100.0, float("-inf")),
+        ("the 20 best", 20, 1.0, -100.0, ordered[:, 19:20]),
+        ("a nucleus of 0.3", 0, 0.3, -100.0, ordered.gather(1, nucleus)),
+        ("a tenth of the best and above", 0, 1.0, -2.3, ordered[:, :1] - 2.3),
+    ):
+        filters = tuple(
+            torch.full_like(like, x) for like, x in ((rows, top_k), (noise[:, 0], top_p), (noise[:, 0], log_min_p))
+        )
         best = torch.where(drawn, (scores + noise).masked_fill(scores < lowest, float("-inf")), scores).argmax(1)
         chosen = fused.choose(scores, rows, rows + 9, temperatures, rows, filters, -2)
-        check(f"choose of {name}, rows that differ", (chosen != best).sum(), 0)
+        check(f"choose of {name}, rows that differ", (chosen != best).sum(), 1 if top_p < 1 else 0)  # sums are rounded
     greedy(args, device, check)
     return right
 

@@ -1,7 +1,7 @@
 """Triton kernels for what lies between the matmuls of a decoder, and for the choice of a token.
 
-Each reads and writes its tensors once, where torch launches from two to a hundred kernels. Tested in Triton's
-interpreter and compiled for sm_90; not run on hardware yet.
+Each reads and writes its tensors once, but for the scores of rows that filters choose anew for, where torch launches
+from two to a hundred kernels. Tested in Triton's interpreter and compiled for sm_90; not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -135,14 +135,25 @@ def cutoff(
     low, step = top - _REACH, _REACH + 0.0
     for _ in range(9):
         step /= 8
-        levels = low + step * tl.arange(0, 8)
-        sums = tl.zeros([BLOCK, 8], tl.float32)  # threads meet once, at the end
+        # vectors, so that threads meet once, at the end
+        zero = tl.zeros([BLOCK], tl.float32)
+        s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             score = tempered(scores, token, vocab, temperature)
             weight = tl.where(score >= least, tl.exp(score - top) if BY_MASS else 1.0, 0.0)
-            sums += tl.where(score[:, None] >= levels[None, :], weight[:, None], 0.0)
-        low = tl.max(tl.where(tl.sum(sums, 0) >= wanted, levels, low), 0)
+            s1 += tl.where(score >= low + step, weight, 0.0)
+            s2 += tl.where(score >= low + 2 * step, weight, 0.0)
+            s3 += tl.where(score >= low + 3 * step, weight, 0.0)
+            s4 += tl.where(score >= low + 4 * step, weight, 0.0)
+            s5 += tl.where(score >= low + 5 * step, weight, 0.0)
+            s6 += tl.where(score >= low + 6 * step, weight, 0.0)
+            s7 += tl.where(score >= low + 7 * step, weight, 0.0)
+        enough = (tl.sum(s1, 0) >= wanted).to(tl.float32) + (tl.sum(s2, 0) >= wanted).to(tl.float32)
+        enough += (tl.sum(s3, 0) >= wanted).to(tl.float32) + (tl.sum(s4, 0) >= wanted).to(tl.float32)
+        enough += (tl.sum(s5, 0) >= wanted).to(tl.float32) + (tl.sum(s6, 0) >= wanted).to(tl.float32)
+        enough += (tl.sum(s7, 0) >= wanted).to(tl.float32)
+        low += step * enough
     return low
 
 
@@ -167,6 +178,7 @@ def filter_kernel(
     top_k, top_p, log_min_p = tl.load(top_ks + entry), tl.load(top_ps + entry), tl.load(log_min_ps + entry)
     scores += row * stride
     filtered = (top_k > 0) | (top_p < 1) | (log_min_p > float("-inf"))
+    filtered &= tl.load(positions + row) > 0  # what pads a graph is at 0
     if filtered & (temperature > _COLDEST) & (choice >= 0):
         # Most often the winner of all is kept, which one look at the row tells. It lies within the noise's reach of the
         # highest, so weights relative to it don't overflow.

@@ -45,7 +45,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + (output / "pilotfish-tiny.log").read_text()
     rows = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
     checks = [row for row in rows if "check" in row]
-    assert len(checks) == 8 and all(row["right"] for row in checks)
+    assert len(checks) == 10 and all(row["right"] for row in checks)
     measured = {row["engine"]: row for row in rows if "output_tok_s" in row}
     assert set(measured) == {"pilotfish", "pilotfish, speculating"}
     assert measured["pilotfish, speculating"]["accepted"] > 0

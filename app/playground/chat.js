@@ -29,7 +29,7 @@ function keep() {
 
 function restore() {
   for (const [name, value] of Object.entries(kept("settings", (all) => all?.constructor === Object) ?? {})) {
-    if (settings[name]) settings[name].value = value;
+    if (settings.namedItem(name)) settings[name].value = value;
   }
   document.body.dataset.view = view();
   for (const { role, content } of conversation) addMessage(role).append(content);
@@ -196,7 +196,10 @@ async function send(prompt) {
   running = null;
   $("send").disabled = false;
   $("stop").disabled = true;
-  if (conversation.at(-1) !== said) return;  // a new chat was begun meanwhile
+  if (conversation.at(-1) !== said) {  // a new chat was begun meanwhile
+    $("status").textContent = "";
+    return;
+  }
   if (error && !answer.first) {  // nothing was said: the message goes back to where it came from
     $("messages").lastChild.remove();
     $("messages").lastChild.remove();

@@ -270,6 +270,7 @@ class AdapterSet:
             if name in self._loaded and not replace:
                 raise ValueError(f"adapter {name!r} is loaded already")
             self._loaded[name] = adapter
+            self._loaded.move_to_end(name)
             while len(self._loaded) > self.limit:
                 self._loaded.popitem(last=False)
         return adapter

@@ -173,12 +173,11 @@ class LocalEngines:
         for membership in self.memberships:
             membership.publish(dict.fromkeys(self.replicas, True))
 
-    async def attach(self, membership: Membership) -> dict[str, Any]:
+    async def attach(self, membership: Membership) -> None:
         self.memberships.append(membership)
         while not self.replicas:
             await asyncio.sleep(0.01)
         self._publish()
-        return await next(iter(self.replicas.values())).describe(None)
 
     async def _remote(self, name: str, call: Any) -> Any:
         task = asyncio.ensure_future(call)

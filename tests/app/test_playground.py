@@ -280,7 +280,7 @@ def test_a_reload_during_an_answer_gives_the_message_back(page: Page) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("settings", '{"penalty": "1"}'),
+        ("settings", '{"penalty": "1", "length": "2"}'),
         ("settings", "null"),
         *(("conversation", value) for value in ("{}", "not JSON", "null", '["hi"]')),
     ],

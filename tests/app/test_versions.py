@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -161,12 +163,40 @@ async def test_a_router_asks_every_replica_for_adapters(cluster: Cluster, adapte
         assert await client.text("poet") == poet
 
 
-async def test_of_two_changes_the_later_one_counts(cluster: Cluster, adapters: list[Path]) -> None:
+async def test_of_two_changes_the_later_one_counts(
+    cluster: Cluster, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = config(max_adapters=1)
     cluster.add_engine("a", version)
     async with cluster.router(version) as first, cluster.router(version) as other:
         await first.change("load", "poet", adapters[0])
-        early = dict(await first.router.adapter_changes())
+        changes, *version = await first.router.adapter_changes()
+        early = (dict(changes), *version)
         await first.change("unload", "poet")
-        await other.router.set_adapters(early)  # who was asked before the unload, and answered after it
+        await other.router.set_adapters(*early)  # who was asked before the unload, and answered after it
         assert await first.text("poet") == await other.text("poet") == 404
+        monkeypatch.setattr("app.router.time", SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic))
+        await first.change("load", "poet", adapters[0])
+        await other.change("unload", "poet")  # whose clock is behind
+        assert await first.text("poet") == await other.text("poet") == 404
+
+
+async def test_run_time_adapters_of_another_model_or_configuration_are_not_taken(
+    cluster: Cluster, adapters: list[Path]
+) -> None:
+    one = config(adapters=[f"pirate={adapters[0]}"], max_adapters=2)
+    cluster.add_engine("one", one)
+    async with cluster.router(one) as client:
+        await client.change("load", "poet", adapters[0])
+        await client.change("unload", "pirate")
+        versions = {
+            ("pirate", "poet"): config(adapters=[f"pirate={adapters[1]}"], max_adapters=2),
+            ("poet",): config(max_adapters=1),
+            (): config(max_adapters=1, revision="other"),
+            (None,): config(),
+        }
+        for expected, version in versions.items():
+            async with cluster.router(version) as later:
+                await asyncio.sleep(0.2)
+                await client.change("load", "poet", adapters[0])
+                assert sorted(later.router.adapters) == [name for name in expected if name]

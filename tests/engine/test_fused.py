@@ -81,9 +81,9 @@ def test_choose_among_what_filters_keep(vocab: int, spread: float) -> None:
     ]
     temperatures, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*table, strict=True))
     row_ids = torch.arange(len(table)).repeat(3)
-    scores = torch.randn(len(row_ids), vocab, generator=generator) * spread
+    scores = (torch.randn(len(row_ids), vocab + 7, generator=generator) * spread)[:, :vocab]
     scores[-len(table), 9] = torch.inf
-    seeds, positions = torch.arange(len(table)) * 7, torch.arange(len(row_ids)) * 31
+    seeds, positions = torch.arange(len(table)) * 7, torch.arange(len(row_ids)) * 31 + 1
     noise = gumbel_noise(seeds[row_ids], positions, torch.arange(vocab, dtype=torch.int32).unsqueeze(0))
     expected, moved = [], 0
     for i, row in enumerate(row_ids.tolist()):
