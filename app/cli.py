@@ -321,7 +321,7 @@ def _serve(config: ServingConfig, address: str | None, folder: Path) -> int:
             raise
         if APP_NAME in serve.status().applications:
             raise ConfigError(
-                f"--address: there is an application {APP_NAME} in that cluster already: serve delete {APP_NAME} ends it"
+                f"--address: application {APP_NAME} is in that cluster already; serve delete {APP_NAME} ends it"
             )
         if _deploy(build_app(config), stop):
             _print_config()

@@ -148,7 +148,7 @@ def test_llm_serve_joins_and_leaves_the_rest_alone(head: Head) -> None:
         assert complete(port)
         second = subprocess.run(command, env=head.environment, capture_output=True, text=True, timeout=300, check=False)
         assert second.returncode == 2, second.stderr
-        assert "there is an application pilotfish in that cluster already" in second.stderr
+        assert "application pilotfish is in that cluster already" in second.stderr
         assert complete(port)
         process.terminate()
         assert process.wait(120) == 0
